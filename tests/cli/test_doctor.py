@@ -43,13 +43,16 @@ def test_a_wrong_endpoint_is_a_usage_error(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["--nodes", "x"], "expected: a whole number"),
+        (["--timeout", "x"], "expected: a number"),
+        (["--nodes", "0", "--rdzv-endpoint", "a:1"], "from 2 to 64"),
         (["--nodes", "1", "--rdzv-endpoint", "a:1"], "from 2 to 64"),
         (["--nodes", "2"], "without --rdzv-endpoint"),
         (["--nodes", "2", "--rdzv-endpoint", "a:0"], "a free port there"),
         (["--nodes", "2", "--rdzv-endpoint", "a:1", "--timeout", "0"], "at most 3600 seconds"),
     ],
 )
-def test_several_nodes_without_an_endpoint_are_a_usage_error(capsys, words, says):
+def test_several_nodes_that_cannot_meet_are_a_usage_error(capsys, words, says):
     assert cli.main(["doctor", *words]) == ExitCode.USAGE
     assert says in capsys.readouterr().err
 

@@ -145,8 +145,23 @@ def test_the_notice_leaves_time_to_save():
 
 
 @pytest.mark.parametrize(
+    "limit",
+    ["3", "2:01", "0:02:01", "12:00:00", "2-00", "1-12:30", "1-12:30:10", "0", "-1", "UNLIMITED"],
+)
+def test_a_time_limit_as_sbatch_takes_it_stays(limit):
+    assert f"#SBATCH --time={limit}\n" in script(f"--time={limit}", "t.py")
+
+
+@pytest.mark.parametrize("limit", ["2", "2:00", "0:02:00", "0-0:2"])
+def test_a_time_limit_that_the_notice_fills_is_refused(limit):
+    with pytest.raises(UsageError, match=r"is 120 s, and --notice 120"):
+        script("--time", limit, "t.py")
+
+
+@pytest.mark.parametrize(
     "words",
     [
+        *(["--time", text, "t.py"] for text in ("never", "1h", "1:2:3:4", "2-", "1-2:3:4:5")),
         ["--partition", "a b", "t.py"],
         ["--partition", "a\n#SBATCH --uid=0", "t.py"],
         ["--job-name", "x#y", "t.py"],

@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         metavar="N",
         type=int,
-        default=0,
+        default=None,
         help="run on N nodes at once, which meet at --rdzv-endpoint: also check the network"
         " between them",
     )
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     endpoint = parse_endpoint(args.rdzv_endpoint) if args.rdzv_endpoint else None
     environ = environment.snapshot()
     findings = []
-    if args.nodes:
+    if args.nodes is not None:
         # First, since the others wait. It tries the endpoint itself.
         findings = _between(args, _meeting_place(args, endpoint), environ)
         endpoint = None

@@ -12,6 +12,8 @@ from elastane.errors import UsageError
 
 # How argparse names a word that is none of the possible ones; with quotes until Python 3.13.
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+# How argparse names a value that is no number.
+_NO_NUMBER = re.compile(r"argument ([\w-]+)(?:/[\w/-]+)?: invalid (int|float) value: '(.*)'")
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -19,6 +21,13 @@ class VerbParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Raise UsageError instead of exiting."""
+        if wrong := _NO_NUMBER.fullmatch(message):
+            raise UsageError(
+                f"{wrong[1]} {wrong[3]!r}",
+                slug="bad-option-value",
+                expected="a whole number" if wrong[2] == "int" else "a number",
+                next_step=f"{self.prog} --help",
+            )
         raise UsageError(
             message,
             slug="unknown-option" if "unrecognized" in message else "usage",

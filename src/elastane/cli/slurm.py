@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 def script_of(args: argparse.Namespace, program: tuple[str, ...]) -> str:
     """Return the script; `program` are the words that start elastane on the nodes."""
     from elastane.options.build import read_nnodes
-    from elastane.slurm.script import ScriptRequest, batch_script, drain_s
+    from elastane.slurm.script import ScriptRequest, batch_script, check_time, drain_s
     from elastane.stores import registry
 
     for dest in _NOT_FOR_JOBS:
@@ -84,6 +84,8 @@ def script_of(args: argparse.Namespace, program: tuple[str, ...]) -> str:
     options = read(args, {})
     shutdown_s = options.seconds("shutdown_timeout")
     notice_s = _whole(args, "notice")
+    if limit := value_of(args, OPTIONS, "time"):
+        check_time(limit, notice_s)
     words = words_of(options)
     room_s = drain_s(notice_s, _SHUTDOWN_S if shutdown_s is None else shutdown_s)
     if "drain_timeout" not in options.given:

@@ -16,6 +16,10 @@ from elastane.errors import ExitCode, UsageError
 
 # Slurm reads the lines of a script by rules of its own: no spaces, quotes or comments in a value.
 _PLAIN = re.compile(r"[\w.,:@%/=+\[\]()|&*!~^-]+", re.ASCII)
+# A time limit as sbatch takes it: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
+_TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
+_SECONDS = (86_400, 3600, 60, 1, 3600, 60, 1, 60)  # of each group
+_NO_LIMIT = ("0", "-1", "infinite", "unlimited")
 _SBATCH_WORD = re.compile(r"--?[A-Za-z][\w-]*(=.*)?", re.ASCII)
 # From the end of the workers to that of the last agent: the final flush of snapshots, the report.
 MARGIN_S = 15
@@ -73,6 +77,31 @@ def drain_s(notice_s: int, shutdown_s: float) -> int:
             next_step="a longer --notice, or a shorter --shutdown-timeout",
         )
     return left
+
+
+def check_time(limit: str, notice_s: int) -> None:
+    """Raise UsageError for a time limit that sbatch refuses, or that the notice fills."""
+    if limit.lower() in _NO_LIMIT:
+        return
+    found = _TIME.fullmatch(limit)
+    if found is None:
+        raise UsageError(
+            f"--time {limit!r}",
+            slug="slurm-script",
+            expected="minutes, hours:minutes:seconds or days-hours, such as 30, 12:00:00 or 2-00",
+            next_step="leave --time out for the time limit of the partition",
+        )
+    time_s = sum(
+        int(part) * each_s for part, each_s in zip(found.groups(default="0"), _SECONDS, strict=True)
+    )
+    if time_s <= notice_s:
+        raise UsageError(
+            f"--time {limit} is {time_s} s, and --notice {notice_s}: the job would save at once,"
+            " and be requeued",
+            slug="slurm-script",
+            expected="a time limit longer than the notice; a plain number counts minutes",
+            next_step="a longer --time, or a shorter --notice",
+        )
 
 
 def _directives(request: ScriptRequest) -> Iterator[str]:
