@@ -196,7 +196,7 @@ class PerDeathBudgetCheck(BudgetCheck):
         again = self._dead if self._cluster.upset else self._cluster.coordinators_started - 1
         # Without a record a new coordinator does not know that the loss was charged, or was free.
         moved = self._cluster.coordinators_started > 1 and not durable
-        asked = len(self._asked) if moved else 0
-        if used > self._dead + min(self._dead, again) + asked:
+        free = len(self._asked | self._stateless) if moved else 0
+        if used > self._dead + min(self._dead, again) + free:
             return f"{used} restarts were used, and {self._dead} workers died"
         return ""

@@ -177,6 +177,8 @@ class Checks:
 
     def sends(self, coordinator: ObservedCoordinator, session: int, message: ToAgent) -> None:
         """Check a message of a coordinator."""
+        fault = coordinator.names.sends(session, message, coordinator.now_s)
+        self._require(not fault, fault)
         if isinstance(message, Assign):
             given = message.assignment
             self._require(

@@ -281,7 +281,7 @@ class SimulatedCluster:
             elif coordinator is None or not coordinator.alive:
                 node.refused_by(host)
             else:
-                session = self.network.open(node.name, host)
+                session = self.network.open(node.name, node.life, host)
                 self._by_session[session.number] = coordinator
                 coordinator.welcome(session)
                 node.linked(session)
@@ -296,7 +296,19 @@ class SimulatedCluster:
     def send_down(self, session: SimulatedSession, message: ToAgent) -> None:
         """Carry a message of a coordinator."""
         node = self.nodes[session.up.source]
+        if session.half_open and node.alive and node.life != session.life and not node.moves:
+            self._reset_unknown(session)
         self.network.carry(session, session.down, lambda: node.received(session, message))
+
+    def _reset_unknown(self, session: SimulatedSession) -> None:
+        """Reset a session at a host that was started again, and does not know it."""
+        agent, host = session.up.source, session.down.source
+        if self.network.linked(agent, host):
+            coordinator = self._by_session[session.number]
+            self.clock.after(
+                self.network.dial_s(agent, host),
+                lambda: coordinator.lose(session, "connection reset", False),
+            )
 
     def close_from_agent(self, session: SimulatedSession, reason: str, *, clean: bool) -> None:
         """End a session; `clean`: the agent's process is gone."""

@@ -29,6 +29,7 @@ from simulation.checks import Checks
 from simulation.clock import HostClock, Timer, VirtualClock
 from simulation.crash_points import EffectGap, coordinator_step
 from simulation.election import SimulatedElection
+from simulation.name_checks import NameCheck
 from simulation.network import SimulatedSession
 from simulation.story import Story
 
@@ -107,6 +108,7 @@ class SimulatedCoordinator:
         self._tick: Timer | None = None
         self.sessions: dict[int, SimulatedSession] = {}
         self.leaving: set[int] = set()  # sessions whose agents asked to leave
+        self.names = NameCheck(cluster.spec.timing.silence_s)
         if election is not None:
             election.on_authority = self._authority
             election.on_lost = lambda why: self.end(why, clean=True)
@@ -221,6 +223,7 @@ class SimulatedCoordinator:
             self.leaving.add(event.session)
         if isinstance(event, Fenced):
             self.fenced = frozenset(event.incarnations)
+        self.names.handles(event, self.now_s)
         self._carry_out(deque(self.machine.handle(event, self.now_s)), None)
 
     def _carry_out(self, effects: deque[RendezvousEffect], done: RendezvousEffect | None) -> None:
@@ -247,6 +250,7 @@ class SimulatedCoordinator:
                 if session is not None:
                     self.cluster.close_from_coordinator(session, reason)
             case WriteEvent(event=event):
+                self.names.writes(effect)
                 self.cluster.note(self.host, event)
             case Finished():
                 self.finished = True

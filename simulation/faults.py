@@ -168,11 +168,13 @@ class Faults:
         self._cluster.crash(name, "killed", silent=self._rng.random() < 0.4)
         if self._comes_back(name):
             self._back(name, self._rng.choice((0.2, 1.0, 6.0)))
+        self._cluster.nodes[name].moves = self._rng.random() < 0.5
 
     def _restart_agent(self) -> None:
         name = self._some()
         self._cluster.crash(name, "its agent is replaced", silent=self._rng.random() < 0.4)
         self._back(name, 0.05)
+        self._cluster.nodes[name].moves = self._rng.random() < 0.5
 
     def _kill_coordinator(self) -> None:
         name = self._leader()

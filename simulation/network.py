@@ -34,6 +34,7 @@ class SimulatedSession:
     number: int
     up: Direction  # agent to coordinator
     down: Direction
+    life: int = 0  # which life of the agent's host began it
     half_open: bool = False
     lag_s: float = 0.0
 
@@ -54,11 +55,11 @@ class Network:
         self.rejects = False
         self.carried = 0
 
-    def open(self, agent: str, coordinator: str) -> SimulatedSession:
+    def open(self, agent: str, life: int, coordinator: str) -> SimulatedSession:
         """Return a new session between two hosts."""
         self._numbers += 1
         return SimulatedSession(
-            self._numbers, Direction(agent, coordinator), Direction(coordinator, agent)
+            self._numbers, Direction(agent, coordinator), Direction(coordinator, agent), life
         )
 
     def carry(self, session: SimulatedSession, way: Direction, act: Act) -> None:

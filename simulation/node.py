@@ -132,6 +132,7 @@ class SimulatedNode:
         self.paused = self.workers_paused = self.reaper_paused = False
         self.until_boot_s: float | None = None  # the deadline of its workers
         self.life = 0
+        self.moves = False  # each new agent runs at another address, as that of a pod
         self.incarnation = ""  # of the present or last agent here
         self.exit: Exit | None = None
         self.session: SimulatedSession | None = None

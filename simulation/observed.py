@@ -13,6 +13,7 @@ from elastane.coordinator.rules import Rendezvous
 from elastane.protocol.effects import Exit
 from elastane.protocol.model import Fence, JobSpec, Outcome, WorldMember
 from simulation.clock import VirtualClock
+from simulation.name_checks import NameCheck
 from simulation.network import Network
 from simulation.places import InPlaceGroup
 from simulation.runs import LocalGroup
@@ -46,7 +47,12 @@ class ObservedCoordinator(Protocol):
 
     machine: Rendezvous
     leaving: set[int]
+    names: NameCheck
     fenced: frozenset[str]
+
+    @property
+    def now_s(self) -> float:
+        """The coordinator's time, by its host's clock less what it stood still."""
 
     @property
     def is_elected(self) -> bool:

@@ -43,6 +43,21 @@ def test_the_host_of_rank_0_loses_its_power_and_returns_under_its_name_and_at_an
 
 
 @pytest.mark.soak
+def test_a_host_that_loses_its_power_and_is_started_again_at_once_resets_its_old_session(
+    tmp_path: Path,
+) -> None:
+    # Silence alone would end the session after a minute.
+    with job_on(tmp_path, "ab", conf="last_call=0.5,silence=60") as job:
+        job.start("a"), job.start("b")
+        first = wait_world(job, "ab")
+        job.lan.kill("b")
+        job.lan.add("b")
+        job.start("b")
+        wait_world(job, "ab", (first.round, first.attempt))
+        assert "reset" in job.wait_event(EventKind.NODE_DEPARTED, "b").reason
+
+
+@pytest.mark.soak
 def test_the_host_of_the_endpoint_loses_its_power_and_one_of_another_name_at_its_address_serves(
     tmp_path: Path,
 ) -> None:

@@ -29,11 +29,12 @@ from elastane.protocol.effects import Persist, Send
 from elastane.protocol.limits import Timing
 from elastane.protocol.messages import Assign, Stopped
 from elastane.protocol.model import Fence, PortOffer
-from simulation import HistoryFailedError, run_seed
+from simulation import HistoryFailedError, history, run_seed
 from simulation.cluster import SimulatedCluster
 from simulation.coordinator import SimulatedCoordinator
 from simulation.election import SimulatedElection
 from simulation.node import SimulatedNode
+from simulation.setup import PlannedFault, setup_of
 from simulation.store import SimulatedStore
 
 
@@ -242,6 +243,24 @@ def test_a_late_message_of_a_dead_agent_that_refuses_its_replacement_is_found(mo
     assert "was refused" in first_failure(100, store_backed=False, first=13_950)
 
 
+def test_a_newcomer_that_gets_the_name_of_a_briefly_silent_agent_is_found(monkeypatch):
+    def early(state):
+        for contest in [*state.roster.contests.values()]:
+            old = state.roster.nodes.get(contest.join.message.node.node_id)
+            if old is None or old.session is None:
+                continue
+            due_s = max(contest.began_s, old.connection.heard_s) + 1.5
+            if state.now_s >= due_s:
+                liveness.depart(state, old, "the same node came back as a new agent")
+            else:
+                state.queue.wait_until(due_s)
+        original(state)
+
+    original = admission.resolve_contests
+    monkeypatch.setattr(admission, "resolve_contests", early)
+    assert "lost its name to" in first_failure(60, store_backed=False, first=80)
+
+
 def test_a_budget_of_each_agent_is_found(monkeypatch):
     """As torchrun counts: an agent that is new has all of its restarts."""
     original = admission._admit
@@ -394,8 +413,13 @@ def test_silence_that_is_never_noticed_is_found(monkeypatch):
 
 
 def test_a_leave_lost_during_a_contest_is_found(monkeypatch):
+    def restarted_and_drained(seed, **drawn):
+        plan = (PlannedFault(0, 10.0, "restart_agent"), PlannedFault(1, 10.5, "drain"))
+        return msgspec.structs.replace(setup_of(seed, **drawn), plan=plan)
+
+    monkeypatch.setattr(history, "setup_of", restarted_and_drained)
     monkeypatch.setattr(reports, "_keep_for_contest", lambda state, session, message: None)
-    assert "is to leave" in first_failure(20, store_backed=False, first=4_270)
+    assert "is to leave" in first_failure(100, store_backed=False, first=100)
 
 
 def test_an_offer_that_a_declined_assignment_leaves_is_found_when_it_is_made_again(monkeypatch):
@@ -408,7 +432,7 @@ def test_an_offer_that_a_declined_assignment_leaves_is_found_when_it_is_made_aga
         return original(self)
 
     monkeypatch.setattr(SimulatedNode, "new_offer", same_again)
-    assert "met those of" in first_failure(20, store_backed=False, first=57_050)
+    assert "met those of" in first_failure(20, store_backed=False, first=57_220)
 
 
 def test_workers_that_cannot_connect_and_start_again_on_the_same_nodes_are_found(monkeypatch):

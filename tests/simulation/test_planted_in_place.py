@@ -301,19 +301,23 @@ def test_a_restart_that_a_leave_or_a_charged_loss_makes_necessary_and_that_is_ch
 
 
 @pytest.mark.parametrize(
-    ("steps_down", "first"),
+    ("steps_down", "first", "without"),
     [
-        pytest.param(lambda steps, world, short_s: False, 2690, id="never"),
+        pytest.param(lambda steps, world, short_s: False, 2690, (), id="never"),
         pytest.param(
             lambda steps, world, short_s: not steps.stands_later and short_s >= STEP_DOWN_S,
             1690,
+            (0, 1, 2, 3),
             id="once",
         ),
     ],
 )
-def test_a_coordinator_that_no_node_reaches_and_that_stays_is_found(monkeypatch, steps_down, first):
+def test_a_coordinator_that_no_node_reaches_and_that_stays_is_found(
+    monkeypatch, steps_down, first, without
+):
     monkeypatch.setattr(StepDowns, "is_due", steps_down)
-    assert "nodes were there, undisturbed" in first_failure(10, first=first)
+    found = first_failure(10, first=first, cut=Cut(without=without))
+    assert "nodes were there, undisturbed" in found
 
 
 def test_two_nodes_that_do_not_reach_each_other_and_are_both_kept_are_found(monkeypatch):

@@ -45,8 +45,6 @@ REJOIN_GRACE_S = 0.1
 # refuses connections. Most likely it is dead; one that only lost its lease looks for the new
 # coordinator as the others did.
 HOLDER_GRACE_S = 0.5
-# A second agent gets a node id that is in use once the first agent was silent for this long.
-CONTEST_S = 1.0
 # How long a coordinator waits before failures end the job: a report of a departure that caused the
 # failures may still arrive.
 VERDICT_S = 0.3
@@ -268,7 +266,7 @@ assert Timing().lease_ttl_s <= ENDED_LEASE_S
 # A group that starts gets a deadline that the orphan reaper has read before it passes.
 assert STANDSTILL_LOOK_S < STANDSTILL_MARGIN_S
 assert Timing().silence_s + Timing().lease_ttl_s < LEAVE_ALONE_S < ISOLATION_LIMIT_MIN_S
-assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
+assert REJOIN_GRACE_S < VERDICT_S < Timing().silence_s
 assert Timing().reregister_s > HOLDER_GRACE_S
 assert VERDICT_S < LOST_PEER_S
 assert STORE_TIMEOUT_S < SAVE_TIMEOUT_S < ISOLATION_LIMIT_MIN_S

@@ -137,17 +137,47 @@ def test_a_second_live_agent_of_one_name_is_refused_and_the_first_stays(pair):
     assert pair.phase == "running"
 
 
-def test_a_silent_agent_loses_its_node_id_to_a_new_agent(pair):
+def test_a_member_that_is_silent_for_less_than_the_limit_keeps_its_node_id(pair):
+    pair.join("a", "2", key="impostor")
+    pair.passes(2.8, alive=["b"])
+    pair.passes(0.5, alive=["a", "b"])
+    assert refused(pair, "impostor").slug == "duplicate-node"
+    assert not pair.got("impostor", Welcome)
+    assert pair.phase == "running"
+
+
+def test_a_silent_agent_loses_its_node_id_to_a_new_agent_at_the_silence_limit(pair):
+    pair.passes(1.5, alive=["b"])
     pair.join("a", "2", key="reborn")
-    pair.passes(1.6, alive=["b"])
+    pair.passes(1.4, alive=["b"])
+    assert not pair.got("reborn", Welcome)
+    pair.passes(0.2, alive=["b"])
     assert pair.got("reborn", Welcome)
     assert pair.phase == "stopping"
 
 
+def test_a_contest_sends_to_the_old_agent_so_that_a_restarted_host_resets_its_session(pair):
+    pair.join("a", "2", key="reborn")
+    assert pair.got("a", Alive)
+    pair.breaks("a", clean=False)
+    pair.passes(0.2, alive=["b"])
+    assert pair.got("reborn", Welcome)
+
+
+def test_a_member_whose_session_broke_keeps_its_node_id_if_it_returns_in_time(pair):
+    pair.breaks("a", clean=False)
+    pair.join("a", "2", key="impostor")
+    pair.now_s += 0.05
+    pair.join("a", holding=pair.holding("a"))
+    pair.passes(3.2, alive=["a", "b"])
+    assert refused(pair, "impostor").slug == "duplicate-node"
+    assert pair.phase == "running" and len(pair.got("b", Assign)) == 1
+
+
 def test_messages_sent_before_a_death_may_arrive_after_it(pair):
     pair.join("a", "2", key="reborn")
-    pair.passes(1.4, alive=["a", "b"])
-    pair.passes(1.6, alive=["b"])
+    pair.passes(2.8, alive=["a", "b"])
+    pair.passes(3.1, alive=["b"])
     assert pair.got("reborn", Welcome) and not pair.got("reborn", Refused)
 
 
@@ -156,7 +186,7 @@ def test_messages_during_a_contest_are_kept_and_applied(pair):
     pair.says("reborn", Heartbeat())
     pair.says("reborn", Leave("SIGTERM"))
     assert pair.got("reborn", Alive)
-    pair.passes(1.6, alive=["b"])
+    pair.passes(3.1, alive=["b"])
     pair.stops("b")
     assert pair.got("reborn", Release) and not pair.got("reborn", Assign)
 
@@ -179,6 +209,7 @@ def test_a_contest_that_outlives_the_job_ends_with_a_refusal(pair):
 def test_a_new_agent_replaces_a_disconnected_one_and_keeps_its_rank(pair):
     pair.breaks("a")
     pair.join("a", "2")
+    pair.passes(0.2, alive=["a", "b"])
     pair.stops("b")
     assert pair.phase == "running"
     assert pair.ranks() == ["a", "b"]

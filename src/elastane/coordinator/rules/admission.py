@@ -1,10 +1,10 @@
 """Admission: which agents may join, and what they bring with them.
 
-A refusal names both sides and the next step. Two agents that claim one node id are a contest, which
-silence decides. Agents that the job's owner has fenced are refused or disconnected: a pod on a node
-that the cluster lost may be alive and return after its replacement. An admitted agent may bring
-workers. They are adopted if they belong to the current world, or to none that was recorded; workers
-of any other world are stopped.
+A refusal names both sides and the next step. Two agents that claim one node id are a contest: the
+second gets it if the first departs. Agents that the job's owner has fenced are refused or
+disconnected: a pod on a node that the cluster lost may be alive and return after its replacement.
+An admitted agent may bring workers. They are adopted if they belong to the current world, or to
+none that was recorded; workers of any other world are stopped.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from elastane.coordinator.rules.nodes import KnownNode, NodeConnection, Place
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.effects import Hangup
 from elastane.protocol.events import Received
-from elastane.protocol.limits import CONTEST_S, NAME_CHARS_MAX
+from elastane.protocol.limits import NAME_CHARS_MAX
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import Close, Holding, Interrupt, Join, Refused, Welcome
+from elastane.protocol.messages import Alive, Close, Holding, Interrupt, Join, Refused, Welcome
 from elastane.protocol.model import Assignment, JobSpec, NodeSpec, Outcome, WorldMember
 
 # No job has more rounds: one a second for 34 years. It bounds the highest round that is believed.
@@ -45,11 +45,8 @@ def _admit_or_contest(state: State, event: Received, join: Join) -> None:
         _admit(state, event)
     elif old.spec.incarnation == join.node.incarnation:
         _admit_again(state, event, old)
-    elif old.session is None:
-        liveness.depart(state, old, "the same node came back as a new agent")
-        _admit(state, event)
     else:
-        _contest(state, event)
+        _contest(state, event, old)
 
 
 def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
@@ -62,40 +59,34 @@ def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
 
 
 def resolve_contests(state: State) -> None:
-    """Decide the contests whose time has come.
+    """Decide the contests that can be decided.
 
-    The newcomer gets the node id once the old agent has been silent for a while. The old one keeps
-    it if it still sends after the silence limit, since messages sent before a death may arrive that
-    late.
+    The newcomer gets the node id once the old agent has departed, by the rules for any departure:
+    a host under load may be silent for a while and live. The old agent keeps it if it still sends
+    after the silence limit, since messages sent before a death may arrive that late.
     """
-    timing = state.spec.timing
     for node_id, contest in [*state.roster.contests.items()]:
         old = state.roster.nodes.get(node_id)
-        gone = old is None or old.session is None
-        silent_s = max(contest.began_s, old.connection.heard_s if old else contest.began_s)
-        replaced_s = silent_s + max(CONTEST_S, 1.5 * timing.heartbeat_s)
-        refused_s = contest.began_s + timing.silence_s
-        if not gone and state.now_s < min(replaced_s, refused_s):
-            state.queue.wait_until(min(replaced_s, refused_s))
+        has_ended = state.ending.outcome is not None
+        lives_s = contest.began_s + state.spec.timing.silence_s
+        if old is not None and not has_ended and old.connection.heard_s < lives_s:
             continue
         state.roster.end_contest(node_id)
-        if not gone and state.now_s < replaced_s:
+        if old is not None and not has_ended:
             _refuse(state, contest.join.session, node_id, _duplicate(contest.join, old))
             continue
-        if old is not None:
-            liveness.depart(state, old, "the same node came back as a new agent")
         handle_join(state, contest.join)
         for message in contest.messages.values():
             reports.record_message(state, contest.join.session, message)
 
 
-def _contest(state: State, event: Received) -> None:
-    assert isinstance(event.message, Join)
-    node_id = event.message.node.node_id
-    waiting = state.roster.contests.get(node_id)
+def _contest(state: State, event: Received, old: KnownNode) -> None:
+    waiting = state.roster.contests.get(old.id)
     if waiting is not None:
-        _refuse(state, waiting.join.session, node_id, _duplicate(waiting.join, None))
-    state.roster.begin_contest(node_id, event, state.now_s)
+        _refuse(state, waiting.join.session, old.id, _duplicate(waiting.join, None))
+    state.roster.begin_contest(old.id, event, state.now_s)
+    # If the old agent's host was started again, it resets the connection that it does not know.
+    state.queue.send(old, Alive(state.term.has_authority))
 
 
 def _duplicate(event: Received, old: KnownNode | None) -> Refused:
@@ -325,6 +316,7 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
         drain.send_drain_request(state, node)
     elif (
         state.phase is MembershipPhase.RUNNING
+        and node.is_member
         and join.holding is not None
         and join.holding.draining
     ):

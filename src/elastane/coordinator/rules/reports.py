@@ -100,7 +100,7 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     is_new = node.progress.record_waiting(message, is_of_now=message.fence == node.fence)
     if is_new:
         state.roster.reindex(node)
-    return recovery.log_shrunk(state) or is_new or news
+    return recovery.log_shrunk(state) or is_new or news or node.id in state.roster.contests
 
 
 def _log_progress(state: State) -> None:
