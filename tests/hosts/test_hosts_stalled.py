@@ -85,13 +85,17 @@ def test_a_node_that_is_still_cut_off_stays_out_beyond_its_pause(
 
 
 @pytest.mark.soak
-def test_workers_that_start_afresh_continue_without_a_node_that_another_does_not_reach(
+def test_workers_that_start_afresh_continue_without_a_cut_off_node_and_admit_it_once_it_is_reached(
     tmp_path: Path,
 ) -> None:
     with job_on(tmp_path, "abc") as job:
         begin(job)
         job.wait_step(world=3, count=200)
         job.lan.cut_off("b", "c")
-        first = wait_pair(job)
-        assert first.restarts == 0
+        alone = wait_pair(job)
+        assert alone.restarts == 0
         job.wait_event(EventKind.INCIDENT, "the job continues without")
+        job.lan.heal()
+        told = job.wait_event(EventKind.NODE_READMITTED)
+        assert told.reason.startswith("probes are answered"), told.reason
+        assert wait_world(job, "abc", (alone.round, alone.attempt)).restarts == 0
