@@ -178,10 +178,59 @@ def test_an_incident_that_ended_no_world_was_over_and_no_workers_started(served)
     )
     ready = "document.getElementById('incident-body')?.innerText.includes('Cost')"
 
-    async def look(page):
-        return await page.run("document.getElementById('incident-body').innerText")
+    shown = "['answer-lost', 'incident-body'].map((id) => document.getElementById(id).innerText)"
 
-    assert "400 ms until it was over." in seen(f"{url}?job=silent-store", look, ready=ready)
+    async def look(page):
+        return await page.run(shown)
+
+    lost, body = seen(f"{url}?job=silent-store", look, ready=ready)
+    assert "400 ms until it was over." in body
+    assert "Nothing" in lost and "1 more incident stopped no worker" in lost
+
+
+def test_an_incident_says_how_long_until_a_step_whose_words_they_are_and_if_it_stayed_open(served):
+    """The first worker printed its error, and the second one was killed; then all nodes left."""
+    url, job = served
+    two = job.parent / "two-incidents"
+    two.mkdir()
+    first, second = {"round": 1, "attempt": 0}, {"round": 2, "attempt": 0}
+    said = {"exit_code": 1, "rank": 1, "local_rank": 1, "pid": 11, "message": "ValueError: no"}
+    killed = {"exit_code": -9, "rank": 0, "local_rank": 0, "pid": 10, "message": "step 3"}
+    (two / "events.h.jsonl").write_bytes(
+        b"".join(
+            encode_line(one)
+            for one in (
+                event("agent-started", "a", time_s=1.0),
+                event("coordinator-started", "a", time_s=1.0),
+                settled(1, "a", 2, time_s=2.0),
+                started("a", 10, 11, **first, time_s=3.0),
+                event("worker-exited", "a", "exit code 1", **first, **said, time_s=20.0),
+                event("incident", "a", "rank 1 failed", **first, time_s=20.0),
+                settled(2, "a", 1, time_s=21.0),
+                started("a", 10, **second, time_s=22.0),
+                event("workers-training", "a", **second, time_s=25.0),
+                event(
+                    "worker-exited", "a", "SIGKILL", **second, **killed, output=True, time_s=40.0
+                ),
+                event("incident", "a", "rank 0 failed", **second, time_s=40.0),
+                event("agent-stopped", "a", "SIGTERM", exit_code=143, time_s=45.0),
+            )
+        )
+    )
+    body = "document.getElementById('incident-body').innerText"
+
+    async def look(page):
+        last = await page.run(body)
+        await page.run("document.getElementById('earlier').click()")
+        await page.until(f"{body}.includes('until its first step')", DEADLINE_S)
+        return last, await page.run(body)
+
+    ready = "document.getElementById('incident-body')?.innerText.includes('Cost')"
+    last, first_one = seen(f"{url}?job=two-incidents", look, ready=ready)
+    assert "open at the end" in last and "5.0 s until the end" in last
+    assert "Its last output" in last and "It said" not in last
+    assert "It said" in first_one and "ValueError: no" in first_one
+    assert "3.0 s until its first step." in first_one
 
 
 def test_a_long_error_in_the_events_takes_the_width_of_a_phone(served):

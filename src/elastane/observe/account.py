@@ -397,6 +397,7 @@ class _Machine:
         self._world = _World()
         self._had_world = False
         self._has_steps = False
+        self._away_s: float | None = None  # when agents first missed their coordinator
         self._assumed: deque[Interval] = deque(maxlen=INTERVALS_MAX)
         self._pauses: deque[tuple[float, float, TimeCause]] = deque(maxlen=_PAUSES_MAX)
         self._highest = 0
@@ -458,6 +459,7 @@ class _Machine:
 
     def round_settled(self, event: LoggedEvent, incident: int) -> None:
         self._end_world()
+        self._away_s = None
         self._world = _World(
             fence=(event.round, event.attempt),
             from_s=self._ledger.until_s,
@@ -482,10 +484,29 @@ class _Machine:
     def world_failed(self, event: LoggedEvent, incident: int) -> None:
         self._end_world()
         self._fault = True
+        self._note_loss(event)
         if self._world.failed_s is not None:
             failed_s = max(self._world.failed_s, self._ledger.since(_WORKING))
             self._ledger.replace(failed_s, self._ledger.until_s, TimeCause.DETECTING, incident)
         self._become(TimeCause.REBUILDING, incident or self._incident)
+
+    def _note_loss(self, event: LoggedEvent) -> None:
+        """Record when a node was lost, from which on its peers waited for it.
+
+        One that was lost with its coordinator was lost when agents missed that.
+        """
+        lost_s = event.time_s - event.measure("age_s") if event.measure("age_s") else None
+        if event.number("departed"):
+            lost_s = self._away_s
+        if lost_s is not None:
+            self._world.failed_s = min(lost_s, self._world.failed_s or lost_s)
+
+    def coordinator_away(self, event: LoggedEvent, _incident: int) -> None:
+        if self._away_s is None:
+            self._away_s = event.time_s
+
+    def world_resumed(self, _event: LoggedEvent, _incident: int) -> None:
+        self._away_s = None
 
     def drain_started(self, _event: LoggedEvent, incident: int) -> None:
         if self._cause in _WORKING:
@@ -729,6 +750,8 @@ def _later(known_s: float | None, time_s: float) -> float:
 
 _RULES: dict[str, Callable[[_Machine, LoggedEvent, int], None]] = {
     EventKind.ROUND_SETTLED: _Machine.round_settled,
+    EventKind.ROUND_RESUMED: _Machine.world_resumed,
+    EventKind.COORDINATOR_AWAY: _Machine.coordinator_away,
     EventKind.WORKER_EXITED: _Machine.worker_exited,
     EventKind.INCIDENT: _Machine.world_failed,
     EventKind.DRAIN_STARTED: _Machine.drain_started,

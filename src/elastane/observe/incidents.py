@@ -388,7 +388,16 @@ def _ends_next_world(
 def _node_departed(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     incident = _of_world(history, event)
     if incident is None:
-        return _opened(history, event, "node", f"Node {event.node} was lost", cause=event.reason)
+        age_s = event.measure("age_s")
+        return _opened(
+            history,
+            event,
+            "node",
+            f"Node {event.node} was lost",
+            cause=event.reason,
+            from_s=event.time_s - age_s,
+            detected_s=age_s or None,
+        )
     text = f"node {event.node}: {event.reason}"
     return _changed(history, incident, evidence=(*incident.evidence, text)[:EVIDENCE_MAX])
 

@@ -612,6 +612,24 @@ def _with_coordinator(view: JobView, event: LoggedEvent) -> JobView:
     return msgspec.structs.replace(view, nodes=nodes)
 
 
+def _with_incident(view: JobView, event: LoggedEvent) -> JobView:
+    """End the world's stragglers, and let members that did not come back be gone.
+
+    A coordinator without a store does not know their names. All others have registered again.
+    """
+    view = _with_straggler(view, event)
+    if not event.number("departed"):
+        return view
+    for name in view.members:
+        node = view.node(name)
+        if node is not None and node.state not in (*_ENDED, "waiting"):
+            gone = msgspec.structs.replace(
+                node, state="gone", workers=(), since_s=event.time_s, why=event.reason
+            )
+            view = _with_node(view, gone)
+    return view
+
+
 def _with_world(view: JobView, event: LoggedEvent) -> JobView:
     size = event.number("world_size") or 0
     return msgspec.structs.replace(
@@ -770,7 +788,7 @@ _RULES: dict[EventKind, Callable[[JobView, LoggedEvent], JobView]] = {
     EventKind.CHECKPOINT_SAVED: _with_checkpoint,
     EventKind.CHECKPOINT_FAILED: _with_checkpoint,
     EventKind.WAITING: _with_waiting,
-    EventKind.INCIDENT: _with_straggler,
+    EventKind.INCIDENT: _with_incident,
     EventKind.STRAGGLER: _with_straggler,
     EventKind.STRAGGLER_ENDED: _with_straggler,
     EventKind.EVENTS_LOST: _with_losses,

@@ -4,6 +4,7 @@ import pytest
 from coordinator_driver import job_spec
 
 from elastane.protocol.limits import Timing
+from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Assign, Drain, Release, Stop
 from elastane.protocol.model import Fence, JobRecord
 
@@ -136,6 +137,11 @@ def test_a_departure_is_noticed_at_once_and_costs_no_restart(elastic):
     elastic.breaks("a")
     elastic.passes(0.11, alive="b")
     assert "node a departed: its connection ended: EOF" in elastic.machine.report().reason
+    ages = {one.kind: one.data["age_s"] for one in elastic.events if "age_s" in one.data}
+    assert ages == {
+        EventKind.NODE_DEPARTED: pytest.approx(0.1, abs=0.02),
+        EventKind.INCIDENT: ages[EventKind.NODE_DEPARTED],
+    }
     elastic.stops("b")
     report = elastic.machine.report()
     assert (report.phase, report.restarts_used) == ("running", 0)
@@ -148,6 +154,8 @@ def test_silence_is_a_departure_after_its_bound(elastic):
     elastic.passes(0.4, alive="b")
     assert elastic.phase == "stopping"
     assert "node a departed: silent for 3." in elastic.machine.report().reason
+    [found] = [one for one in elastic.events if one.kind is EventKind.INCIDENT]
+    assert 3.0 <= found.data["age_s"] < 3.5, "since it was heard last"
 
 
 def test_a_fixed_size_job_waits_for_a_replacement(pair):

@@ -1,7 +1,7 @@
 """The goodput account follows from the events: each second has one cause and its incident."""
 
 import pytest
-from view_events import event, exited, settled, started
+from view_events import event, exited, play, settled, started
 
 from elastane.observe.account import Account, Accountant, TimeCause, account_lines, account_of
 from elastane.observe.view import JobView, after_event
@@ -375,6 +375,66 @@ def test_the_lines_name_each_cause_with_its_longest_incidents():
     assert lines[-1].split(maxsplit=2)[2] == (
         "9.5 s with fewer workers until replacements were ready: --spares-per-node 1"
     )
+
+
+def lost_node(*loss):
+    """Return a job of two nodes in place whose node b is lost, with these events, at 60 s."""
+    world = {"round": 1, "attempt": 0}
+    return [
+        event("agent-started", "a", time_s=0.0),
+        settled(1, "a b", 2, time_s=2.0, nodes=2),
+        started("a", 1, **world, time_s=3.0),
+        started("b", 1, **world, time_s=3.0),
+        training("a", round=1, time_s=10.0),
+        training("b", round=1, time_s=10.0),
+        *loss,
+        settled(2, "a", 1, time_s=63.0, nodes=1),
+        event("workers-regrouped", "a", round=2, attempt=0, time_s=63.0),
+        training("a", round=2, time_s=64.0, built_age_s=0.0, healed_age_s=0.0),
+        ended(70.0),
+    ]
+
+
+def test_the_time_from_the_loss_of_a_node_until_it_counts_as_departed_is_not_productive():
+    at = {"round": 1, "attempt": 0, "time_s": 63.0, "age_s": 3.0}
+    departs = event("node-departed", "b", "silent for 3.0 s", **at)
+    events = lost_node(departs, event("incident", "a", "node b departed", **at))
+    assert told(account_of(events)) == [
+        (0.0, 10.0, "starting", 0),
+        (10.0, 60.0, "productive", 0),
+        (60.0, 63.0, "detecting", 1),
+        (63.0, 64.0, "rebuilding", 1),
+        (64.0, 70.0, "productive", 0),
+    ]
+    [one] = play(*events).incidents.listed
+    assert (one.kind, one.from_s, one.detected_s) == ("node", 60.0, 3.0)
+
+
+def test_the_loss_of_a_node_without_a_place_in_the_world_costs_nothing():
+    spare = event("node-departed", "c", "gone", round=1, attempt=0, time_s=30.0, age_s=9.0)
+    at = {"round": 1, "attempt": 0, "time_s": 63.0, "age_s": 1.0}
+    account = account_of(lost_node(spare, event("incident", "a", "node b departed", **at)))
+    assert told(account)[1:3] == [(10.0, 62.0, "productive", 0), (62.0, 63.0, "detecting", 1)]
+
+
+def test_a_node_that_is_lost_with_its_coordinator_was_lost_when_agents_missed_that():
+    world = {"round": 1, "attempt": 0}
+    away = event("coordinator-away", "a", **world, time_s=60.0)
+    comes = event("coordinator-started", "a", time_s=60.5)
+    again = event("node-registered-again", "a", time_s=60.6)
+    late = "the node of rank 1 did not come back to the new coordinator within the time"
+    found = event("incident", "a", late, **world, time_s=63.0, departed=1)
+    events = lost_node(away, comes, again, found)
+    assert told(account_of(events))[1:4] == [
+        (10.0, 60.0, "productive", 0), (60.0, 63.0, "detecting", 1), (63.0, 64.0, "rebuilding", 1),
+    ]  # fmt: skip
+    view = play(*events)
+    assert (view.node("b").state, view.node("b").why) == ("gone", late)
+    assert view.node("a").state != "gone"
+    resumed = event("round-resumed", "a", **world, time_s=61.0)
+    lost = event("incident", "a", late, **world, time_s=63.0, departed=1)
+    account = account_of(lost_node(away, comes, again, resumed, lost))
+    assert told(account)[1] == (10.0, 63.0, "productive", 0), "that one cost nothing"
 
 
 def own_folder(node):

@@ -51,6 +51,8 @@ def _verdict(state: State, node: KnownNode) -> str:
 
 def depart(state: State, node: KnownNode, why: str) -> None:
     """Declare `node` departed; if it was a member of the current world, that is an incident."""
+    lost_s = node.connection.broken_s if node.session is None else node.connection.heard_s
+    age_s = round(max(0.0, state.now_s - lost_s), 4)
     if node.session is not None:
         state.queue.add(Hangup(node.session, f"counted as departed: {why}"))
     # The record decides: a member that has stopped its workers is still part of the incident.
@@ -76,10 +78,10 @@ def depart(state: State, node: KnownNode, why: str) -> None:
         # It had asked to leave, and went without waiting for its release.
         state.log(EventKind.NODE_RELEASED, node.leaving, node.id)
     else:
-        state.log(EventKind.NODE_DEPARTED, why, node.id)
+        state.log(EventKind.NODE_DEPARTED, why, node.id, age_s=age_s)
     if not (member and has_world):
         return
-    ensure_incident(state, f"node {node.id} departed: {why}").blame_departure(node.id)
+    ensure_incident(state, f"node {node.id} departed: {why}", age_s).blame_departure(node.id)
 
 
 def note_possibly_training(state: State, node_id: str, incarnation: str) -> None:
@@ -88,12 +90,16 @@ def note_possibly_training(state: State, node_id: str, incarnation: str) -> None
         state.holders.note_possibly_training(node_id, incarnation, state.now_s)
 
 
-def ensure_incident(state: State, reason: str) -> Incident:
-    """Return the current incident, opening an unplanned one unless there is one."""
+def ensure_incident(state: State, reason: str, age_s: float = 0.0) -> Incident:
+    """Return the current incident, opening an unplanned one unless there is one.
+
+    `age_s`: how long ago its cause was, if no event of an agent has that.
+    """
     incident = state.incidents.current
     if incident is None or (incident.planned and state.phase is MembershipPhase.DRAINING):
         wait = state.incidents.standstill.reports.current
         incident = Incident(at_s=state.now_s, reason=reason, planned=False, wait=wait)
         incident = state.incidents.open(incident)
-        state.log(EventKind.INCIDENT, reason)
+        data = {"age_s": age_s} if age_s else {}
+        state.log(EventKind.INCIDENT, reason, **data)
     return incident

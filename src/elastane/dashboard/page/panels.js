@@ -59,13 +59,14 @@ function drawInterruptions(job, incidents, page) {
     .map(([kind, word]) => [incidents.filter((one) => one.kind === kind).length, word])
     .filter(([number]) => number)
     .map(([number, word]) => (word === "stall" ? plural(number, "stall") : `${plural(number, word)} lost`));
-  const changes = incidents.length - faults.length;
+  const changes = incidents.length - faults.length, beside = faults.length - lost.length;
   const { account, not_here } = page.sections;
   const allowed = job.restarts_allowed === null ? "" : ` of ${count(job.restarts_allowed)}`;
   fill(
     "answer-lost",
-    element("p", { class: "big" }, faults.length ? count(faults.length) : not_here ? "Not known" : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} ${lost.some((one) => one.state === "open") && job.ended_s === null ? "so far" : lost.some((one) => one.state !== "recovered") ? "in all" : lost.some((one) => one.trained_s) ? "until training went on" : "until workers ran again"}` }) : null),
+    element("p", { class: "big" }, lost.length ? count(lost.length) : not_here ? "Not known" : "Nothing", lost.length ? element("small", { text: `${lost.length === 1 ? "incident" : "incidents"}, ${duration(stood)} ${lost.some((one) => one.state === "open") && job.ended_s === null ? "so far" : lost.some((one) => one.state !== "recovered") ? "in all" : lost.some((one) => one.trained_s) ? "until training went on" : "until workers ran again"}` }) : null),
     account?.causes.length ? element("p", {}, "Goodput ", element("b", { text: share(account.goodput) }), kinds.length ? ` · ${kinds.join(" · ")}` : "") : null,
+    beside ? element("p", { class: "quiet", text: `${plural(beside, "more incident")} stopped no worker` }) : null,
     not_here ? element("p", { class: "quiet", text: `${not_here[0].toUpperCase()}${not_here.slice(1)}.` }) : null,
     not_here && !job.is_live ? null : element("p", { class: "quiet", text: `${count(job.restarts_used)}${allowed} restarts of the budget used${changes ? ` · ${plural(changes, "planned change")}` : ""}` }),
   );
