@@ -65,3 +65,10 @@ def test_a_sum_of_counts_and_a_size_that_was_asked_before_it_restart_all(tmp_pat
     job = run(tmp_path_factory, "counts", ranks_may_change=True, max_restarts=1)
     assert "the script sums counts itself" in job.output
     assert "ask for the size after the sum" in job.output
+
+
+def test_another_worker_goes_first_alone_if_the_first_is_lost(tmp_path_factory):
+    # Rank 0 is lost before the last step: its script's end restarts nobody.
+    seen = run(tmp_path_factory, "first", ranks_may_change=True).said["seen"]
+    assert seen[:2] == [["0", "False", "False"], ["1", "True", "False"]], "what rank 0 has left"
+    assert sorted(seen[2:]) == [["2", "False", "True"], ["3", "False", "True"]]

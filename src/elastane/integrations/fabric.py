@@ -12,10 +12,12 @@ import csv
 import functools
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from elastane.integrations.versions import require_known
@@ -43,6 +45,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
     world.make_whole(package.Fabric, "all_gather", only_following=True)
     # Fabric's save ends with a barrier: a save is made again if its writer is lost meanwhile.
     world.make_whole(package.Fabric, "save")
+    _let_one_go_first(package.Fabric, world)
     _reduce_together(package.Fabric, world)
     _share_evaluations(name, world)
     _print_on_each_node(package.Fabric)
@@ -78,6 +81,23 @@ def _accept_other_sizes(name: str, world: VisibleWorld) -> None:
             validate(self, num_devices, num_nodes)
 
     launched.validate_settings = validate_settings
+
+
+def _let_one_go_first(owner: Any, world: VisibleWorld) -> None:
+    """Let another worker go first if that of rank 0 is lost in a block of `rank_zero_first`."""
+    run: Callable[..., AbstractContextManager[None]] = owner.rank_zero_first
+
+    @contextmanager
+    def rank_zero_first(self: Any, local: bool = False) -> Iterator[None]:
+        if local or not dist.is_initialized():
+            with run(self, local):
+                yield
+            return
+        with world.first_alone():
+            yield
+        dist.barrier()
+
+    owner.rank_zero_first = functools.wraps(run)(rank_zero_first)
 
 
 def _reduce_together(owner: Any, world: VisibleWorld) -> None:

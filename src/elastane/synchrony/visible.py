@@ -124,6 +124,26 @@ class VisibleWorld:
             group.counted(interrupted=self._changes != before)
         return result
 
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Run the block on rank 0, then on all others.
+
+        If a worker is lost before rank 0 has completed it, the next rank 0 runs it alone: what the
+        lost worker has left may be half. Another rank 0 may run it once more for that.
+        """
+        is_first = self.rank == 0
+        while not is_first and not self._passes_barrier():
+            is_first = self.rank == 0
+        yield
+        while is_first and not self._passes_barrier():
+            pass
+
+    def _passes_barrier(self) -> bool:
+        """Wait for all members; return whether the world has not changed meanwhile."""
+        before = self._changes
+        dist.barrier()
+        return self._changes == before
+
     def make_whole(
         self, owner: Any, name: str, *, waits: bool = False, only_following: bool = False
     ) -> None:

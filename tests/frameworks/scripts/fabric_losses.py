@@ -1,9 +1,9 @@
 """An ordinary Fabric script in which workers kill themselves at places that are named here.
 
-Usage: fabric_losses.py FOLDER asks|keeps|counts, with four workers. "asks" loses three of them and
-asks Fabric for rank and size each time; "keeps" loses one and keeps its size; "counts" loses one,
-at its first start, in a sum of counts before which it asks for the size. The last worker, or the
-one of rank 0, writes what it has to said.json.
+Usage: fabric_losses.py FOLDER asks|keeps|counts|first, with four workers. "asks" loses three of
+them and asks Fabric for rank and size each time; "keeps" loses one and keeps its size; "counts"
+loses one, at its first start, in a sum of counts before which it asks for the size; "first" loses
+the one that goes first. The last worker, or the one of rank 0, writes what it has to said.json.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -144,11 +145,30 @@ def count(job):
     job.said["gradient"] = float(weight - job.net.weight) / 1e-3
 
 
+def go_first(job):
+    """Lose worker 0 in the block in which it is first."""
+    job.train(1)
+    place = FOLDER / "place"
+    seen = FOLDER / "seen"
+    with job.fabric.rank_zero_first():
+        # Whether another worker is in the block, and whether one has completed it.
+        with seen.open("a") as file:
+            file.write(f"{FIRST_RANK} {place.exists()} {(FOLDER / 'done').exists()}\n")
+        if not (FOLDER / "done").exists():
+            place.touch()
+            die(0)
+            time.sleep(0.5)  # the time in which others could come
+            place.unlink()
+            (FOLDER / "done").touch()
+    job.train(2)
+    job.said["seen"] = [line.split() for line in seen.read_text().splitlines()]
+
+
 def main():
     """Run the requested mode."""
     torch.set_num_threads(1)
     job = Job()
-    {"asks": ask, "keeps": keep, "counts": count}[sys.argv[2]](job)
+    {"asks": ask, "keeps": keep, "counts": count, "first": go_first}[sys.argv[2]](job)
     if job.fabric.is_global_zero:
         (FOLDER / "said.json").write_text(json.dumps(job.said))
         job.fabric.logger.finalize("success")
