@@ -54,6 +54,9 @@ if dist.get_rank() == 0:
 """
 
 
+SOAK = pytest.mark.soak
+
+
 def job(folder, fails, *options, how="error"):
     folder.mkdir()
     script = write_script(folder, SCRIPT)
@@ -86,8 +89,8 @@ def test_a_script_that_fails_at_one_step_again_and_again_ends_the_job(tmp_path, 
     ("how", "options", "names"),
     [
         ("null", (), ["SIGSEGV", "ctypes/__init__.py:"]),
-        ("null", ("--in-place",), ["SIGSEGV", "ctypes/__init__.py:"]),
-        ("SIGABRT", (), ["SIGABRT", "script.py:"]),
+        pytest.param("null", ("--in-place",), ["SIGSEGV", "ctypes/__init__.py:"], marks=SOAK),
+        pytest.param("SIGABRT", (), ["SIGABRT", "script.py:"], marks=SOAK),
         ("memory", ("--in-place",), ["MemoryError: out of memory", "script.py:"]),
     ],
     ids=["a null pointer", "a null pointer in place", "an abort", "no memory in place"],
@@ -143,7 +146,9 @@ def test_a_kill_at_one_step_again_and_again_uses_the_budget(tmp_path):
     assert "all 5 restarts of the job are used" in report["reason"], report["reason"]
 
 
-@pytest.mark.parametrize("options", [(), ("--in-place",)], ids=["restarts", "in place"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--in-place",), marks=SOAK)], ids=["restarts", "in place"]
+)
 def test_a_script_that_gets_further_between_equal_failures_completes(tmp_path, options):
     code, out, report = job(tmp_path / "job", "after steps", *options)
     assert (code, report["restarts_used"]) == (0, 4), report["reason"]
@@ -213,6 +218,7 @@ def test_a_sample_that_no_worker_can_use_ends_a_job_whose_lost_workers_are_repla
     assert "a bad sample" in report["reason"] and report["restarts_used"] <= 4
 
 
+@SOAK
 def test_a_sample_that_crashes_each_worker_ends_a_job_whose_lost_workers_are_replaced(tmp_path):
     code, _, report = steps_job(tmp_path, "a sample", "crash")
     assert code == 1
