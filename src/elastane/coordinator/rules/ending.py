@@ -208,18 +208,21 @@ def charge(
     if incident is state.incidents.current:
         state.incidents.explain_by_return()
     cause = _root_cause(state, incident, state.world.fence)
-    crash, refused, has_retried = None, "", True
+    crash, refused, has_retried = None, "", retries_step
     if cause.failure is not None:
-        crash = _crash(state, incident, cause, kind) if retries_step else None
+        crash = _crash(state, incident, cause, kind, retries_step=retries_step)
         refused = refusal(cause.failure) if kind is EventKind.RESTART else ""
         # A world in which several fail tried the step once, and one without a place tried none. A
         # worker's end may be reported in a later world: it lives on while it ends.
         met = cause.failure.met
         tried = state.world.fence.round if kind is EventKind.RESTART and not met else met
-        has_retried = tried == state.world.fence.round or tried > state.budget.last_met
+        is_new = tried == state.world.fence.round or tried > state.budget.last_met
+        has_retried = retries_step and is_new
     lived_s = incident.at_s - state.worlds.began_s
     # A world may be charged for several incidents of workers without a place, which do not end it.
     is_of_world = incident is state.incidents.current
+    if is_of_world and not retries_step:
+        state.incidents.note_crash(crash)
     verdict = state.budget.find_charge(state.world.fence) if is_of_world else None
     verdict = verdict or state.budget.charge(
         lived_s, state.spec.timing, crash, refused, has_retried=has_retried
@@ -246,18 +249,35 @@ def charge(
     return verdict
 
 
-def _crash(state: State, incident: Incident, cause: Cause, kind: EventKind) -> Crash | None:
+def free_restart(state: State, incident: Incident) -> str:
+    """Record that all workers restart at no cost; return why they do not, or an empty string.
+
+    A crash whose replacement was charged may have led to it: the attempt failed by that.
+    """
+    assert state.world is not None
+    use = state.incidents.use_by(member.node_id for member in state.world.members)
+    earlier = _explanation(state, incident)
+    own = incident.charged and incident.own_causes > 0
+    is_of_crash = own or (earlier is not None and bool(earlier.sightings))
+    crash = state.incidents.crash if is_of_crash else None
+    lived_s = incident.at_s - state.worlds.began_s
+    return state.budget.note_free_restart(use, lived_s, state.spec.timing, crash)
+
+
+def _crash(
+    state: State, incident: Incident, cause: Cause, kind: EventKind, *, retries_step: bool
+) -> Crash | None:
     """Return the error of the script that is the cause; None if another attempt may do without.
 
-    Where lost workers are replaced, steps are those of the job, no attempt begins from a
-    checkpoint, and the next one may be on any node.
+    Where a lost worker is replaced and the next world retries its step, steps are those of the job,
+    no attempt begins from a checkpoint, and the next one may be on any node.
     """
     assert state.world is not None and cause.failure is not None
     own = (crash_site(one.failure) for one in _sightings(state, incident, cause))
     sites = crash_sites(cause.failure, {*own, *state.incidents.crash_sites})
     if not sites:
         return None
-    if kind is EventKind.REPLACEMENT:
+    if kind is EventKind.REPLACEMENT and retries_step:
         if not cause.failure.steps:
             return None
         return Crash(sites, (), cause.failure.steps, met=cause.failure.met)

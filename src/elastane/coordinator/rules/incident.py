@@ -271,9 +271,7 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         counts nothing more.
         """
         self.quick_failures = self.quick_failures + 1 if lived_s < timing.crash_loop_s else 0
-        shows = crash is not None and crash.steps > 0 and timing.same_crash_s > 0
-        if has_retried:
-            self._count_crash(crash if shows or lived_s < timing.same_crash_s else None)
+        repeated = self._count_attempt(lived_s, timing, crash) if has_retried else ""
         if refused and timing.same_crash_s:
             reason = (
                 f"elastane refuses what the script does, in each attempt [{refused}], so no other"
@@ -283,25 +281,41 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         if self.used >= self.allowed:
             reason = self._exhausted(timing.crash_loop_s)
             return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
-        if has_retried and self.crash is not None and self.crashes >= SAME_CRASHES_MAX:
-            steps = self.crash.steps
-            when = f"after {counted(steps, 'step')}" if steps else "before any step showed"
-            reason = (
-                f"{self.crashes} attempts in a row failed {when} in the same way"
-                f" ({self.crash.sites[0]}), without a newer checkpoint to continue from, so"
-                " no other one is started; --rdzv-conf same_crash=0 restarts all the same"
-            )
-            return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
+        if repeated:
+            return BudgetVerdict(restart=False, delay_s=0.0, reason=repeated)
         self.used += 1
         verdict = BudgetVerdict(
             restart=True, delay_s=self._delay_s(), reason=f"restart {self.used} of {self.allowed}"
         )
         return msgspec.structs.replace(verdict, reason=verdict.reason + verdict.pause)
 
-    def note_free_restart(self, use: CheckpointUse) -> None:
-        """Record a restart that was not charged; the next one may continue from its checkpoint."""
+    def note_free_restart(
+        self, use: CheckpointUse, lived_s: float, timing: Timing, crash: Crash | None
+    ) -> str:
+        """Record a restart that is not charged; return why there is none, or an empty string.
+
+        `crash` is the one that led to it, if its replacement was charged before. Without one, the
+        next attempt may continue from the checkpoint of this one, which breaks the row.
+        """
+        if crash is not None:
+            return self._count_attempt(lived_s, timing, msgspec.structs.replace(crash, use=use))
         if use.written:
             self._count_crash(None)
+        return ""
+
+    def _count_attempt(self, lived_s: float, timing: Timing, crash: Crash | None) -> str:
+        """Count an attempt that failed; return why no other one is started, or an empty string."""
+        shows = crash is not None and crash.steps > 0 and timing.same_crash_s > 0
+        self._count_crash(crash if shows or lived_s < timing.same_crash_s else None)
+        if self.crash is None or self.crashes < SAME_CRASHES_MAX:
+            return ""
+        steps = self.crash.steps
+        when = f"after {counted(steps, 'step')}" if steps else "before any step showed"
+        return (
+            f"{self.crashes} attempts in a row failed {when} in the same way"
+            f" ({self.crash.sites[0]}), without a newer checkpoint to continue from, so"
+            " no other one is started; --rdzv-conf same_crash=0 restarts all the same"
+        )
 
     def _count_crash(self, crash: Crash | None) -> None:
         same = crash.repeats(self.crash) if crash is not None else None
@@ -417,6 +431,8 @@ class Incidents:
     crash_sites: tuple[str, ...] = ()  # of workers that failed since all workers started
     # What workers of each stopped node have done with checkpoints since all workers started.
     uses: dict[str, CheckpointUse] = field(default_factory=dict)
+    # The crash of the last lost worker that is replaced while the others make the next steps.
+    crash: Crash | None = None
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
     # The workers of this world whose programs have returned, by node id and local rank, ...
     _returned: dict[tuple[str, int], Sighting] = field(default_factory=dict)
@@ -505,6 +521,10 @@ class Incidents:
         known = (self.uses.get(node, CheckpointUse()) for node in nodes)
         return functools.reduce(CheckpointUse.merge, known, UNUSED)
 
+    def note_crash(self, crash: Crash | None) -> None:
+        """Record how the last lost worker that is replaced failed; None: not by the script."""
+        self.crash = crash
+
     def explain(self, incident: Incident, cause: PastIncident) -> None:
         """Record the root cause of an incident, which may repeat the error of the last one."""
         incident.explain(cause)
@@ -513,7 +533,7 @@ class Incidents:
 
     def start_afresh(self) -> None:
         """Record that all workers start again, from the checkpoint."""
-        self.crash_sites = ()
+        self.crash_sites, self.crash = (), None
         self.uses.clear()
         self.has_lost = self.is_settled = False
         self.explains = None

@@ -636,9 +636,8 @@ def _stopping(state: State) -> bool:
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
-    else:
-        members = (member.node_id for member in state.world.members)
-        state.budget.note_free_restart(state.incidents.use_by(members))
+    elif why := ending.free_restart(state, incident):
+        return ending.failure(state, incident, why)
     state.incidents.finish(reason, state.world.fence)
     _release_leaving(state)
     forming.begin_gathering(state, reason, follow_up=True, delay_s=delay_s)
