@@ -40,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
         const="fails",
         help="a worker of the script raises an error at one step",
     )
+    what = "the same, where workers join at boundaries"
+    kind("--planned-fails", **of_kind, const="planned-fails", help=what)
     what = "of these, such as shard their state over replicas of N nodes"
     add("--span", metavar="N", type=int, default=0, help=what)
     add("--story", action="store_true", help="tell what happened, also where all held")

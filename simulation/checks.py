@@ -269,7 +269,10 @@ class Checks:
     def script_failed_in_place(self, fence: Fence) -> None:
         """Check a worker that failed at the script's step while others continue."""
         self.budget.died(fence)
-        self._require(not (fault := self.crashes.failed_in_place(fence)), fault)
+        in_place = self.crashes.failed_in_place
+        if self._cluster.script.planned:
+            in_place = self.crashes.failed_at_boundaries
+        self._require(not (fault := in_place(fence)), fault)
 
     def stepped(self, fence: Fence) -> None:
         """Record a step of a world, after which no older one may make any."""

@@ -6,6 +6,7 @@ attempt had begun. Three attempts of one membership that fail alike end the job,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
@@ -22,6 +23,10 @@ class RepeatedCrashCheck:
         self._died: set[Fence] = set()  # worlds in which a worker ended by something else
         self._charged: set[Fence] = set()
         self._row = 0  # failures in place with no other death or restart between
+        # Where others join at boundaries: the step that this attempt began at, whether it has
+        # failed, and by nothing else; and how many attempts from that step before it did the same.
+        self._base, self._has_failed, self._is_clean, self._attempts = 0, False, True, 0
+        self._hosts: set[str] = set()
         self.is_over = not cluster.script.fails_at
 
     @property
@@ -32,11 +37,22 @@ class RepeatedCrashCheck:
     def died(self, fence: Fence) -> None:
         """Record that a worker of this world ended by something else."""
         self._died.add(fence)
-        self._row = 0
+        self._row, self._is_clean = 0, False
 
-    def restarted(self) -> None:
-        """Record that all workers have started again."""
-        self._row = 0
+    def breaks_row(self) -> None:
+        """Record that this attempt lost its state, or that its use of checkpoints is unknown."""
+        self._is_clean = False
+
+    def met(self, hosts: Iterable[str]) -> None:
+        """Record where the workers of a world are; an attempt that another node joins is no row."""
+        self._is_clean = self._is_clean and self._hosts.issuperset(hosts)
+
+    def restarted(self, base: int, hosts: Iterable[str]) -> None:
+        """Record that all workers have started again, at the checkpoint of step `base`."""
+        is_there, self._hosts = self._hosts == {*hosts}, {*hosts}
+        is_alike = self._has_failed and self._is_clean and base == self._base and is_there
+        self._attempts = self._attempts + 1 if is_alike else 0
+        self._row, self._base, self._has_failed, self._is_clean = 0, base, False, True
 
     def charged(self, fence: Fence) -> None:
         """Record that the failure of this attempt is in the job's record."""
@@ -75,6 +91,21 @@ class RepeatedCrashCheck:
             f"{fence} failed at step {self._cluster.script.fails_at} as the {SAME_CRASHES_MAX}"
             " worlds before it, which should have ended the job"
             if self._row > SAME_CRASHES_MAX and not self._cluster.upset
+            else ""
+        )
+
+    def failed_at_boundaries(self, fence: Fence) -> str:
+        """Record that a worker failed there where others join at boundaries alone.
+
+        The survivors fail there, too, so no boundary follows before all start again. Only such
+        attempts count.
+        """
+        self._failed.append((fence, self._base))
+        self._has_failed = True
+        return (
+            f"{fence} failed at step {self._cluster.script.fails_at} as {self._attempts} attempts"
+            " before it, which should have ended the job"
+            if self._attempts >= SAME_CRASHES_MAX and self._is_clean and not self._cluster.upset
             else ""
         )
 

@@ -51,6 +51,9 @@ GROWTH_S += 3 * TIMING.drain_timeout_s
 JOIN_S = 8 * TIMING.drain_timeout_s + 5 * 2.0 + 1.0 + EVALUATION_S
 # Attempts that fail at one step: slow steps up to it, the start and the longest pause, each time.
 FAILS_S = (SAME_CRASHES_MAX + 1) * (FAILS_AT_MAX * 2.0 + 8.0 + BACKOFF_MAX_S)
+# Where others join at boundaries, each worker makes that step again, and fails alone: a slow step,
+# the end of its process, and the meeting of the others, in each attempt.
+FAILS_IN_TURN_S = (SAME_CRASHES_MAX + 1) * (2.0 + 2.0 + 1.0)
 # All agents know that a job has ended, and have stopped their workers, within this.
 TOLD_S = TIMING.silence_s + TIMING.shutdown_timeout_s + STOP_MARGIN_S
 # A job that had enough nodes for this long after the last fault must not end for lack of nodes.
@@ -151,7 +154,9 @@ class History:
         due_s = self._quiet_s() + LIVENESS_S + (IN_PLACE_S if self.setting.in_place else 0.0)
         due_s += GROWTH_S if self.setting.script.shrinks else 0.0
         due_s += JOIN_S if self.setting.script.planned else 0.0
-        due_s += FAILS_S if self.setting.script.fails_at else 0.0
+        if self.setting.script.fails_at:
+            due_s += FAILS_S
+            due_s += FAILS_IN_TURN_S * sum(self.setting.sizes) * self.setting.script.planned
         checks = self.cluster.checks
         return due_s if checks.outcome is None else max(due_s, checks.ended_s + TOLD_S)
 
@@ -271,11 +276,13 @@ def ended_in_vain(cluster: SimulatedCluster, quiet_s: float) -> str:
 def replay(setting: HistorySetup, cut: Cut) -> str:
     """Return the command that plays a history again."""
     words = f"python -m simulation --seed {setting.seed} --mode {setting.mode}"
+    fails, planned = bool(setting.script.fails_at), setting.script.planned
     if setting.in_place:
-        kinds = {"--shrinks": setting.script.shrinks, "--planned": setting.script.planned}
+        kinds = {"--shrinks": setting.script.shrinks, "--planned": planned and not fails}
+        kinds["--planned-fails"] = planned
         words += " " + next((option for option, is_so in kinds.items() if is_so), "--in-place")
         words += f" --span {setting.script.span}" * bool(setting.script.span)
-    words += " --fails" * bool(setting.script.fails_at)
+    words += " --fails" * (fails and not planned)
     if cut.without:
         words += " --without " + ",".join(map(str, cut.without))
     if cut.nodes:

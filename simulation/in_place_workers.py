@@ -13,6 +13,8 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from elastane.comms.state_plan import MemberStatus, decide
 from elastane.protocol.events import (
     GroupAble,
@@ -24,7 +26,7 @@ from elastane.protocol.events import (
     WorkerSucceeded,
 )
 from elastane.protocol.hangs import HANG_LOOK_S
-from elastane.protocol.model import NO_SLICE, Assignment, Failure, Fence, Joining
+from elastane.protocol.model import NO_SLICE, Assignment, CheckpointUse, Failure, Fence, Joining
 from simulation.checks import Checks
 from simulation.clock import VirtualClock
 from simulation.drains import Drains
@@ -333,7 +335,9 @@ class InPlaceTraining:
         group.phase = "gone"
         for worker in [w for w in group.workers.values() if w.alive]:
             self._end(worker, "dead")
-        group.feed(GroupGone(group.start_fence, group.new_offer()))
+        if group.use == CheckpointUse():
+            self._checks.crashes.breaks_row()
+        group.feed(GroupGone(group.start_fence, group.new_offer(), group.use))
 
     # Worlds.
 
@@ -386,12 +390,17 @@ class InPlaceTraining:
                 self._lose(worker, world, "no whole replicas")
             return
         base = self._agreed_step(world, members)
+        if base is None:
+            self._checks.crashes.breaks_row()
         if base is None or self._lacks_rank_0(world, members):
             self._end_all(world, members, is_lost=base is None)
             return
         world.base, world.began_s = base, self._clock.now_s
         if not world.in_place:
-            self._checks.crashes.restarted()
+            self._checks.crashes.restarted(base, world.hosts)
+            for worker in members if self.script.is_unmodified else ():
+                worker.group.use = CheckpointUse(read=base > 0, written=False)
+        self._checks.crashes.met(world.hosts)
         world.from_state = any(w.committed is not None for w in members)
         self._checks.states.begins(world, members)
         self._call_watcher(members)
@@ -604,10 +613,11 @@ class InPlaceTraining:
     def _write(self, worker: SimulatedWorker) -> None:
         """Let an unmodified script write a checkpoint, which takes its main thread a while."""
         assert worker.committed is not None
-        step, worker.owes_save = worker.committed, False
+        step, worker.owes_save, group = worker.committed, False, worker.group
 
         def written() -> None:
             worker.reports = step
+            group.use = msgspec.structs.replace(group.use, written=True)
             self._checks.growth.written(step)
             self._save(step)
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from elastane.protocol.events import AgentEvent
-from elastane.protocol.model import NO_SLICE, Assignment, Fence, Joining, PortOffer
+from elastane.protocol.model import NO_SLICE, Assignment, CheckpointUse, Fence, Joining, PortOffer
 from simulation.hang_monitor import SimulatedHangMonitor
 
 # Stages of a worker that takes part in its world; others wait, or have ended.
+_ANY_USE = CheckpointUse()
+
 TAKES_PART = frozenset(
     {"meeting", "healing", "computing", "applying", "boundary", "parked", "level"}
 )
@@ -98,6 +100,7 @@ class InPlaceGroup:
     part: int = NO_SLICE  # its slice, if a replica spans several nodes
     level: Fence | None = None  # a world with a partial replica whose members are at one step
     joining: Joining = Joining.ANYTIME  # the least value of its workers; the last one if none
+    use: CheckpointUse = _ANY_USE  # what its workers did with checkpoints
     minding: SimulatedHangMonitor = field(default_factory=SimulatedHangMonitor)
 
     @property

@@ -49,7 +49,7 @@ PAIR_APART = 7 * FAULTS_MAX
 # Jobs of unmodified scripts whose worlds only shrink in place, of those with boundaries at which
 # workers join, and of scripts of which a worker raises an error at some step, in each world or in
 # the first ones. The last restart with all their workers, or recover in place.
-KINDS = ("shrinks", "planned", "fails")
+KINDS = ("shrinks", "planned", "fails", "planned-fails")
 # The last step at which a script fails, of those that do.
 FAILS_AT_MAX = 12
 # How often each kind of fault is drawn, relative to the others.
@@ -151,7 +151,8 @@ def setup_of(
 
     `kind` is one of `KINDS`, or empty.
     """
-    shrinks, planned, fails = (kind == each for each in KINDS)
+    shrinks = kind == "shrinks"
+    planned, fails = kind.startswith("planned"), kind.endswith("fails")
     in_place = in_place or shrinks or planned
     rng = random.Random(f"setting {seed} {store_backed}" + " in place" * in_place)
     nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
@@ -189,7 +190,7 @@ def setup_of(
         keeps_rank=(shrinks or planned) and random.Random(f"keeps rank {seed}").random() < 0.1,
         fails_at=own.randint(1, FAILS_AT_MAX) if fails else 0,
         fails_times=own.choice((0, 0, 1, 2)) if fails else 0,
-        ends_after_s=own.choice((0.0, 0.3, 2.0)) if fails and in_place else 0.0,
+        ends_after_s=own.choice((0.0, 0.3, 2.0)) if fails and in_place and not planned else 0.0,
         evaluates=(shrinks or planned) and random.Random(f"evaluates {seed}").random() < 0.3,
     )
     sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))

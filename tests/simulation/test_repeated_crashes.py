@@ -58,6 +58,20 @@ def test_in_place_failures_that_are_reported_in_a_later_world_and_do_not_count_a
             run_seed(seed, store_backed=True, in_place=True, kind="fails")
 
 
+def test_where_others_join_at_boundaries_attempts_that_fail_alike_end_the_job(monkeypatch):
+    def play():
+        ended = 0
+        for seed in range(SEEDS // 2):
+            setting = setup_of(seed, store_backed=True, kind="planned-fails")
+            ended += "in the same way" in History(setting).run().ended
+        return ended
+
+    assert play() > 5
+    monkeypatch.setattr(Crash, "repeats", lambda self, last: None)
+    with pytest.raises(HistoryFailedError, match="which should have ended the job"):
+        play()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(36_000)
 @MODES

@@ -9,9 +9,10 @@ import pytest
 from coordinator_driver import Driver, job_spec
 from test_in_place_crossings import holding, successor
 from test_in_place_recovery import able as able_in_place
-from test_in_place_recovery import dies, kinds, regrouped
+from test_in_place_recovery import dies, fails_at_a_step, kinds, regrouped
 
 from elastane.coordinator.rules import drain
+from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
 from elastane.protocol.events import Resized
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
@@ -29,7 +30,7 @@ from elastane.protocol.messages import (
     Release,
     Stop,
 )
-from elastane.protocol.model import Failure, Fence, Joining
+from elastane.protocol.model import UNUSED, CheckpointUse, Failure, Fence, Joining
 
 SOON = {"drain_timeout_s": 5.0}
 
@@ -473,6 +474,67 @@ def test_the_root_cause_of_a_restart_that_workers_ask_for_begins_with_the_loss()
     assert re.fullmatch(r"worker of rank 0 \(.*\) on node a ended with SIGKILL", lost)
     assert restart.data["cause_rank"] == 0 and restart.data["consequences"] == 3
     assert "ended with exit code 75" in asked and "the worker of rank 0 is lost" in asked
+
+
+def restarts_after_a_loss(job, lose, *, use=UNUSED):
+    """Let an attempt lose worker 0, so that the others ask for a restart; all start again."""
+    lose(job)
+    for node_id, local_rank in (("a", 1), ("b", 0), ("b", 1)):
+        asks_restart(job, node_id, local_rank)
+    job.passes(20.0, alive="ab")
+    for node_id in "ab":
+        job.stops(node_id, use=use)
+    job.passes(40.0, alive="ab")
+    if job.phase == "running":
+        able_in_place(job, "a", "b", joining=Joining.NEVER)
+        able(job, "a", "b")
+
+
+def crashes_as_rank_0(job, steps=20):
+    fails_at_a_step(job, "a", 0, pid=7, met=job.assigned["a"].fence.round, steps=steps)
+
+
+@pytest.mark.parametrize("steps", [0, 20])
+def test_a_crash_after_which_all_ask_for_a_restart_ends_the_job_at_the_third_time(steps):
+    job = planned(min_workers=1, restarts=100)
+    for attempt in range(SAME_CRASHES_MAX):
+        assert job.persisted[-1].outcome is None, attempt
+        restarts_after_a_loss(job, lambda job: crashes_as_rank_0(job, steps))
+    outcome = job.persisted[-1].outcome
+    assert "3 attempts in a row failed" in outcome.reason and "a bad sample" in outcome.reason
+    assert "a bad sample" in outcome.cause.what and outcome.restarts_used == SAME_CRASHES_MAX
+
+
+@pytest.mark.parametrize(
+    ("lose", "use"),
+    [
+        (lambda job: dies(job, "a"), UNUSED),
+        (crashes_as_rank_0, CheckpointUse(read=True, written=True)),
+        (lambda job: crashes_as_rank_0(job, steps=len(job.persisted)), UNUSED),
+    ],
+    ids=["killed-from-outside", "from-a-newer-checkpoint", "at-other-steps"],
+)
+def test_losses_that_another_attempt_may_do_without_do_not_end_a_job_that_restarts(lose, use):
+    job = planned(min_workers=1, restarts=100)
+    for _ in range(2 * SAME_CRASHES_MAX):
+        restarts_after_a_loss(job, lose, use=use)
+    assert job.phase == "running" and job.persisted[-1].outcome is None
+
+
+def test_a_charged_replacement_in_each_attempt_does_not_hide_that_all_crash_alike():
+    job = planned(min_workers=1, restarts=100)
+    for attempt in range(SAME_CRASHES_MAX):
+        assert job.persisted[-1].outcome is None, attempt
+        met = job.assigned["a"].fence.round
+        for node_id, local_rank in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
+            fails_at_a_step(job, node_id, local_rank, pid=7 + local_rank, met=met)
+        job.passes(1.0, alive="ab")
+        job.stops("a", "b")
+        job.passes(40.0, alive="ab")
+        if job.phase == "running":
+            able_in_place(job, "a", "b", joining=Joining.NEVER)
+            able(job, "a", "b")
+    assert "3 attempts in a row failed after 20 steps" in job.persisted[-1].outcome.reason
 
 
 def test_a_charged_standby_is_not_charged_again_with_a_restart_that_all_ask_for():

@@ -19,7 +19,7 @@ from elastane.protocol.messages import (
     Prepare,
     Stop,
 )
-from elastane.protocol.model import Failure, Fence, Joining
+from elastane.protocol.model import UNUSED, Failure, Fence, Joining
 
 
 def shrinking(low=1, high=3, nodes="ab", restarts=3, **more):
@@ -115,6 +115,21 @@ def test_workers_that_crash_one_after_the_other_before_a_step_are_one_crash_of_t
             able(job, "a", joining=Joining.NEVER)
     assert "3 attempts in a row" in job.persisted[-1].outcome.reason
     assert job.persisted[-1].restarts_used == SAME_CRASHES_MAX - 1
+
+
+def test_a_crash_on_two_nodes_is_the_same_on_whichever_of_them_the_last_worker_is():
+    job = shrinking(low=1, high=2, nodes="ab", min_workers=1, restarts=100)
+    for attempt in range(SAME_CRASHES_MAX):
+        assert job.persisted[-1].outcome is None
+        for node_id in ("ab", "ba")[attempt % 2]:
+            for local_rank in (0, 1):
+                crashed = crash(local_rank=local_rank, steps=5)
+                job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(crashed,)))
+        job.stops("a", "b", use=UNUSED)
+        job.passes(20.0, alive="ab")
+        if attempt < SAME_CRASHES_MAX - 1:
+            able(job, "a", "b", joining=Joining.NEVER)
+    assert "3 attempts in a row failed after 5 steps" in job.persisted[-1].outcome.reason
 
 
 def shrunk(**more):

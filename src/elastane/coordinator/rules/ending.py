@@ -255,13 +255,19 @@ def free_restart(state: State, incident: Incident) -> str:
     A crash whose replacement was charged may have led to it: the attempt failed by that.
     """
     assert state.world is not None
-    use = state.incidents.use_by(member.node_id for member in state.world.members)
     earlier = _explanation(state, incident)
-    own = incident.charged and incident.own_causes > 0
-    is_of_crash = own or (earlier is not None and bool(earlier.sightings))
+    is_own = incident.charged and incident.own_causes > 0
+    is_of_crash = is_own or (earlier is not None and bool(earlier.sightings))
     crash = state.incidents.crash if is_of_crash else None
-    lived_s = incident.at_s - state.worlds.began_s
+    use, lived_s = state.incidents.use_by(_nodes(state)), incident.at_s - state.worlds.began_s
     return state.budget.note_free_restart(use, lived_s, state.spec.timing, crash)
+
+
+def _nodes(state: State) -> tuple[str, ...]:
+    """Return the nodes of this attempt: a world that has shrunk may lack some of them."""
+    assert state.world is not None
+    here = {member.node_id for member in state.world.members}
+    return tuple(sorted(here | state.incidents.nodes))
 
 
 def _crash(
@@ -281,7 +287,7 @@ def _crash(
         if not cause.failure.steps:
             return None
         return Crash(sites, (), cause.failure.steps, met=cause.failure.met)
-    nodes = tuple(sorted(member.node_id for member in state.world.members))
+    nodes = _nodes(state)
     steps = cause.failure.steps or cause.failure.measured
     return Crash(sites, nodes, steps, state.incidents.use_by(nodes), cause.failure.met)
 

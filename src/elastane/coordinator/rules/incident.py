@@ -429,6 +429,7 @@ class Incidents:
     has_lost: bool = False  # one since all workers started lost a worker or a node
     is_settled: bool = False  # the last change of the world was charged, or cost nothing
     crash_sites: tuple[str, ...] = ()  # of workers that failed since all workers started
+    nodes: set[str] = field(default_factory=set)  # of worlds committed since all workers started
     # What workers of each stopped node have done with checkpoints since all workers started.
     uses: dict[str, CheckpointUse] = field(default_factory=dict)
     # The crash of the last lost worker that is replaced while the others make the next steps.
@@ -535,11 +536,13 @@ class Incidents:
         """Record that all workers start again, from the checkpoint."""
         self.crash_sites, self.crash = (), None
         self.uses.clear()
+        self.nodes.clear()
         self.has_lost = self.is_settled = False
         self.explains = None
 
-    def commit_world(self) -> None:
-        """Forget the evidence against the world before."""
+    def commit_world(self, nodes: Iterable[str]) -> None:
+        """Forget the evidence against the world before the one of these nodes."""
+        self.nodes.update(nodes)
         self.unpaid, self.peer_lost_s = None, None
         self._returned.clear()
         self.standstill.forget()

@@ -202,7 +202,7 @@ def _commit(state: State, world: World, displaced: set[str], why: str) -> None:
     state.worlds.commit(world, state.now_s)
     state.term.note_world()
     state.in_place.commit_world()
-    state.incidents.commit_world()
+    state.incidents.commit_world(member.node_id for member in world.members)
     state.gathering.forget_arrivals()
     state.persist()
     for node, member, assignment in zip(members, world.members, given, strict=True):

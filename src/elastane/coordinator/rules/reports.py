@@ -280,9 +280,9 @@ def record_earlier_stops(state: State) -> None:
 def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
     if not node.is_of(message.fence):
         return
+    state.incidents.note_use(node.id, message.use)
     if node.is_member:
         state.worlds.record_loss()
-        state.incidents.note_use(node.id, message.use)
         if message.calls and state.incidents.current is not None:
             state.incidents.current.note_calls(node.id, message.calls)
         state.holders.record_ended_workers(node, {*node.workers.ranks}, state.world)
