@@ -125,6 +125,7 @@ def test_a_crash_on_two_nodes_is_the_same_on_whichever_of_them_the_last_worker_i
             for local_rank in (0, 1):
                 crashed = crash(local_rank=local_rank, steps=5)
                 job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(crashed,)))
+                job.passes(10.0, alive="ab")
         job.stops("a", "b", use=UNUSED)
         job.passes(20.0, alive="ab")
         if attempt < SAME_CRASHES_MAX - 1:
