@@ -184,7 +184,9 @@ class PerDeathBudgetCheck(BudgetCheck):
         if record.world is not None:
             self._began.setdefault(record.world.fence, self._cluster.coordinators_started)
         self.used = max(before, used)
-        if used > before and self._charged_twice(record, durable=durable):
+        # A loss that only shrank the world is charged with the restart that follows it.
+        is_more = used > max(before, len(self._lost))
+        if is_more and self._charged_twice(record, durable=durable):
             return f"restart {used} was charged for a state that an earlier world had lost"
         if not self._grew_for_free(record):
             return f"restart {used} was charged for a growth"

@@ -90,9 +90,14 @@ class RepeatedCrashCheck:
         return (
             f"{fence} failed at step {self._cluster.script.fails_at} as the {SAME_CRASHES_MAX}"
             " worlds before it, which should have ended the job"
-            if self._row > SAME_CRASHES_MAX and not self._cluster.upset
+            if self._row > SAME_CRASHES_MAX and not self._cluster.upset and not self._may_split
             else ""
         )
+
+    @property
+    def _may_split(self) -> bool:
+        """Whether several coordinators without a store may each have a part of the failures."""
+        return not self._cluster.store_backed and self._cluster.coordinators_started > 1
 
     def failed_at_boundaries(self, fence: Fence) -> str:
         """Record that a worker failed there where others join at boundaries alone.
@@ -105,7 +110,9 @@ class RepeatedCrashCheck:
         return (
             f"{fence} failed at step {self._cluster.script.fails_at} as {self._attempts} attempts"
             " before it, which should have ended the job"
-            if self._attempts >= SAME_CRASHES_MAX and self._is_clean and not self._cluster.upset
+            if self._attempts >= SAME_CRASHES_MAX
+            and self._is_clean
+            and not (self._cluster.upset or self._may_split)
             else ""
         )
 

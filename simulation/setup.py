@@ -190,7 +190,7 @@ def setup_of(
         keeps_rank=(shrinks or planned) and random.Random(f"keeps rank {seed}").random() < 0.1,
         fails_at=own.randint(1, FAILS_AT_MAX) if fails else 0,
         fails_times=own.choice((0, 0, 1, 2)) if fails else 0,
-        ends_after_s=own.choice((0.0, 0.3, 2.0)) if fails and in_place and not planned else 0.0,
+        ends_after_s=own.choice((0.0, 0.3, 2.0)) if fails and in_place else 0.0,
         evaluates=(shrinks or planned) and random.Random(f"evaluates {seed}").random() < 0.3,
     )
     sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))

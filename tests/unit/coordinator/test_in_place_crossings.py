@@ -314,6 +314,16 @@ def test_too_few_survivors_beside_finished_workers_restart():
     assert kinds(job, "a")[-1] is Stop and Close not in kinds(job, "a")
 
 
+def test_a_worker_that_ends_slowly_beside_another_failure_of_its_node_is_no_finished_one():
+    """It cannot enter another world, as one that has finished its steps, until its end is seen."""
+    job = in_place(low=2, high=2)
+    able(job, "b", workers=(1,))
+    dies(job, "b", 1, 1)
+    assert Stop not in kinds(job, "a"), "its survivors hold the state"
+    dies(job, "b", 0, 2)
+    assert Stop not in kinds(job, "a") and Prepare in kinds(job, "b")
+
+
 def test_a_replacement_gets_its_place_even_if_its_nodes_other_workers_finished():
     agent = Agent()
     agent.fails(0)

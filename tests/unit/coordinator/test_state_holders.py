@@ -24,7 +24,7 @@ from elastane.protocol.messages import (
     Stop,
     Stopped,
 )
-from elastane.protocol.model import Failure, Fence, PortOffer
+from elastane.protocol.model import Failure, Fence, Joining, PortOffer
 
 
 def steps(job, *node_ids, progress=5, met=None):
@@ -459,6 +459,21 @@ def test_a_lost_state_without_a_loss_before_is_charged():
         loses_state(job, "b")
         job.stops("a", "b")
         assert job.assigned["a"].restarts_used == used
+
+
+def test_a_state_lost_with_workers_that_the_budget_did_not_pay_for_ends_the_job():
+    """Otherwise each restart after it is free, and the same error follows without end."""
+    job = in_place(nodes="ab", restarts=0, min_workers=1)
+    able(job, "a", "b", joining=Joining.PLANNED)
+    dies(job, "a", 0)
+    job.passes(0.4, alive="ab")
+    able(job, "a", workers=(1,), joining=Joining.PLANNED)
+    able(job, "b", joining=Joining.PLANNED)
+    assert job.persisted[-1].world.fence == Fence(2, 0) and job.persisted[-1].outcome is None
+    loses_state(job, "b")
+    job.stops("a", "b")
+    job.passes(0.4, alive="ab")
+    assert "no restarts are allowed" in job.persisted[-1].outcome.reason
 
 
 def test_a_worker_that_fails_by_itself_in_a_world_that_lost_the_state_is_charged():

@@ -152,14 +152,14 @@ class Incident:
     def is_chargeable(self) -> bool:
         """Whether it is charged to the restart budget, as only failures of workers are.
 
-        Four kinds are free: a planned change; a lost state, if an earlier incident counted the loss
-        of the workers that held it; a restart that an earlier loss demands, once that loss is
-        settled; and a mesh of another size, since it shows that the job has grown.
+        Four kinds are free: a planned change; a lost state, if earlier incidents lost the workers
+        that held it, and a restart that an earlier loss demands, once that loss is settled; and a
+        mesh of another size, since it shows that the job has grown.
         """
         if self.planned or self.departed or not self.seen:
             return False
         explained = self.lost_state and self.follows_loss
-        explained = explained or (self.asked_restart and self.follows_settled)
+        explained = (explained or self.asked_restart) and self.follows_settled
         return self.own_causes > 0 or not (explained or self.other_mesh)
 
     def explain_stop(self, why: str) -> None:
@@ -234,8 +234,13 @@ class RestartBudget(msgspec.Struct, kw_only=True):
 
     @property
     def last_met(self) -> int:
-        """The round of the world in which the last failure that counts was met; 0: none counts."""
+        """The round of the world of the last failure that counts; 0: none since all started."""
         return 0 if self.crash is None else self.crash.met
+
+    def start_afresh(self) -> None:
+        """Record that all workers start again: what fails from now on has tried again."""
+        if self.crash is not None:
+            self.crash = msgspec.structs.replace(self.crash, met=0)
 
     def find_charge(self, world: Fence) -> BudgetVerdict | None:
         """Return the verdict on an incident that an earlier coordinator charged; None: it did not.
@@ -564,6 +569,10 @@ class Incidents:
     def returned(self) -> tuple[Sighting, ...]:
         """The workers of this world whose programs have returned."""
         return tuple(self._returned.values())
+
+    def returned_of(self, node_id: str) -> set[int]:
+        """The local ranks of a node whose programs have returned."""
+        return {local_rank for node, local_rank in self._returned if node == node_id}
 
     def explain_by_return(self) -> None:
         """Make the first program that returned the reason of the current incident it explains."""

@@ -164,6 +164,7 @@ def commit(state: State, found: list[NodeWorkers], why: str) -> None:
         state.in_place.begin(active=False)
         state.holders.start_afresh()
         state.incidents.start_afresh()
+        state.budget.start_afresh()
         state.growth.start_all(state.now_s)
         state.joining_tries.end_pauses()
     else:

@@ -316,9 +316,14 @@ def too_few_text(state: State) -> str:
 
 
 def may_return(state: State) -> bool:
-    """Whether workers that finished a loop of steps are alive: they may begin another loop."""
+    """Whether workers that finished a loop of steps are alive: they may begin another loop.
+
+    One that ends slowly after an error looks the same until its agent reports its end.
+    """
     return any(
-        node.workers.finished and node.workers.state == "running" and not node.leaving
+        node.workers.finished - state.incidents.returned_of(node.id)
+        and node.workers.state != "succeeded"
+        and not node.leaving
         for node in state.roster.members()
     )
 
