@@ -615,18 +615,18 @@ def _with_coordinator(view: JobView, event: LoggedEvent) -> JobView:
 def _with_incident(view: JobView, event: LoggedEvent) -> JobView:
     """End the world's stragglers, and let members that did not come back be gone.
 
-    A coordinator without a store does not know their names. All others have registered again.
+    A coordinator without a store does not know their names, only their number. All others have
+    registered again.
     """
     view = _with_straggler(view, event)
-    if not event.number("departed"):
-        return view
-    for name in view.members:
-        node = view.node(name)
-        if node is not None and node.state not in (*_ENDED, "waiting"):
-            gone = msgspec.structs.replace(
-                node, state="gone", workers=(), since_s=event.time_s, why=event.reason
-            )
-            view = _with_node(view, gone)
+    nodes = [node for node in (view.node(name) for name in view.members) if node is not None]
+    unnamed = (event.number("departed") or 0) - sum(node.state in _ENDED for node in nodes)
+    absent = [node for node in nodes if node.state not in (*_ENDED, "waiting")]
+    for node in absent if len(absent) == unnamed else ():
+        gone = msgspec.structs.replace(
+            node, state="gone", workers=(), since_s=event.time_s, why=event.reason
+        )
+        view = _with_node(view, gone)
     return view
 
 
