@@ -32,8 +32,9 @@ BED ?=
 LANE_1 := tests/gpu tests/hostile tests/hosts tests/numerics \
 	$(wildcard tests/process/test_[a-c]*.py tests/process/test_w*.py) \
 	tests/conformance $(filter-out $(TRAINED), $(wildcard tests/kubernetes/test_*.py))
-LANE_2 := tests/frameworks $(wildcard tests/process/test_[d-f]*.py tests/process/test_ru*.py)
-LANE_3 := $(filter-out $(TRAINED), $(wildcard tests/process/test_[g-p]*.py))
+LANE_2 := tests/frameworks $(wildcard tests/process/test_[d-f]*.py)
+LANE_3 := $(filter-out $(TRAINED), $(wildcard tests/process/test_[g-p]*.py)) \
+	$(wildcard tests/process/test_ru*.py)
 LANE_4 := $(wildcard tests/process/test_r[aeop]*.py tests/process/test_[s-v]*.py \
 	tests/process/test_[x-z]*.py)
 # What runs in workers mostly, and takes long: `make coverage` is of the control plane.

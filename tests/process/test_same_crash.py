@@ -140,6 +140,7 @@ def test_workers_that_fail_alike_in_place_end_by_their_error_alone(tmp_path, fai
         assert first.strip().startswith(f'File "{tmp_path}') and ", line 14, in <module>" in first
 
 
+@SOAK
 def test_a_kill_at_one_step_again_and_again_uses_the_budget(tmp_path):
     code, _, report = job(tmp_path / "job", "at a step", "--max-restarts", "5", how="SIGKILL")
     assert (code, report["restarts_used"]) == (1, 5)
