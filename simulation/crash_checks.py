@@ -31,7 +31,7 @@ class RepeatedCrashCheck:
 
     @property
     def may_pass(self) -> bool:
-        """Whether the script has failed as often as it does."""
+        """Whether the script has failed as often as it was set to."""
         return 0 < self._cluster.script.fails_times <= len(self._failed)
 
     def died(self, fence: Fence) -> None:
@@ -44,7 +44,7 @@ class RepeatedCrashCheck:
         self._is_clean = False
 
     def met(self, hosts: Iterable[str]) -> None:
-        """Record where the workers of a world are; an attempt that another node joins is no row."""
+        """Record the hosts of a world; an attempt with a further host repeats no earlier one."""
         self._is_clean = self._is_clean and self._hosts.issuperset(hosts)
 
     def restarted(self, base: int, hosts: Iterable[str]) -> None:

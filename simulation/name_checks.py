@@ -1,4 +1,4 @@
-"""What must hold of node ids: no agent loses its own to a newcomer while it may live.
+"""Checks node ids: no agent loses its own to another agent while it may live.
 
 A coordinator may give a node id to another agent once the first one's session has ended, once it
 was silent for the silence limit, or once the job's owner or the coordinator has let it go.
@@ -72,9 +72,8 @@ class NameCheck:
         silent_s = now_s - before.heard_s
         if silent_s >= self._silence_s or before.incarnation in self._let_go:
             return ""
-        return (
-            f"{before.incarnation}, heard {silent_s:.1f} s ago, lost its name to {node.incarnation}"
-        )
+        who = f"{before.incarnation}, heard {silent_s:.1f} s ago,"
+        return f"{who} lost its node id to {node.incarnation}"
 
     def _of(self, session: int) -> list[_Holder]:
         return [holder for holder in self._holders.values() if holder.session == session]

@@ -188,7 +188,7 @@ def test_an_incident_that_ended_no_world_was_over_and_no_workers_started(served)
     assert "Nothing" in lost and "1 more incident stopped no worker" in lost
 
 
-def test_an_incident_says_how_long_until_a_step_whose_words_they_are_and_if_it_stayed_open(served):
+def test_an_incident_shows_its_duration_its_last_output_and_whether_it_stayed_open(served):
     """The first worker printed its error, and the second one was killed; then all nodes left."""
     url, job = served
     two = job.parent / "two-incidents"

@@ -1,4 +1,4 @@
-"""Simulated histories that must hold: a failure is told by the smallest story that shows it."""
+"""Plays simulated histories; the message of a failure has the shortest history that fails."""
 
 import pytest
 

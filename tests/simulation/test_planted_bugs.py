@@ -258,7 +258,7 @@ def test_a_newcomer_that_gets_the_name_of_a_briefly_silent_agent_is_found(monkey
 
     original = admission.resolve_contests
     monkeypatch.setattr(admission, "resolve_contests", early)
-    assert "lost its name to" in first_failure(60, store_backed=False, first=80)
+    assert "lost its node id to" in first_failure(60, store_backed=False, first=80)
 
 
 def test_a_budget_of_each_agent_is_found(monkeypatch):

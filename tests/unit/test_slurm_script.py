@@ -148,7 +148,7 @@ def test_the_notice_leaves_time_to_save():
     "limit",
     ["3", "2:01", "0:02:01", "12:00:00", "2-00", "1-12:30", "1-12:30:10", "0", "-1", "UNLIMITED"],
 )
-def test_a_time_limit_as_sbatch_takes_it_stays(limit):
+def test_a_time_limit_that_sbatch_accepts_is_kept(limit):
     assert f"#SBATCH --time={limit}\n" in script(f"--time={limit}", "t.py")
 
 

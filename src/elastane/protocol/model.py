@@ -313,7 +313,7 @@ class Crash(msgspec.Struct, frozen=True):
 
     `sites`: the error and its place, as each worker told them. An error's text may name the rank.
     `steps`: how many steps the attempt had made, as far as they show. `met`: the round of the last
-    world in which the worker met the others; 0: in none.
+    world in which the worker met the others; 0: in none since all workers started.
     """
 
     sites: tuple[str, ...]

@@ -314,7 +314,7 @@ def test_too_few_survivors_beside_finished_workers_restart():
     assert kinds(job, "a")[-1] is Stop and Close not in kinds(job, "a")
 
 
-def test_a_worker_that_ends_slowly_beside_another_failure_of_its_node_is_no_finished_one():
+def test_a_worker_that_ends_slowly_is_not_taken_for_one_that_has_made_all_its_steps():
     """It cannot enter another world, as one that has finished its steps, until its end is seen."""
     job = in_place(low=2, high=2)
     able(job, "b", workers=(1,))

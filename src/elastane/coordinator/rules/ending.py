@@ -212,8 +212,8 @@ def charge(
     if cause.failure is not None:
         crash = _crash(state, incident, cause, kind, retries_step=retries_step)
         refused = refusal(cause.failure) if kind is EventKind.RESTART else ""
-        # A world in which several fail tried the step once, and one without a place tried none. A
-        # worker's end may be reported in a later world: it lives on while it ends.
+        # Several failures of one world are one attempt, and a worker without a place made none. The
+        # end of a worker may be reported in a later world, since its process ends slowly.
         met = cause.failure.met
         tried = state.world.fence.round if kind is EventKind.RESTART and not met else met
         is_new = tried == state.world.fence.round or tried > state.budget.last_met
@@ -249,10 +249,10 @@ def charge(
     return verdict
 
 
-def free_restart(state: State, incident: Incident) -> str:
-    """Record that all workers restart at no cost; return why they do not, or an empty string.
+def record_free_restart(state: State, incident: Incident) -> str:
+    """Record that all workers restart without a charge; return why they do not, or "".
 
-    A crash whose replacement was charged may have led to it: the attempt failed by that.
+    A crash whose replacement was charged may be why: then the attempt counts as failed by it.
     """
     assert state.world is not None
     earlier = _explanation(state, incident)

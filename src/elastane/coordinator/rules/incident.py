@@ -238,7 +238,7 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         return 0 if self.crash is None else self.crash.met
 
     def start_afresh(self) -> None:
-        """Record that all workers start again: what fails from now on has tried again."""
+        """Record that all workers start again: the next failure is one of another attempt."""
         if self.crash is not None:
             self.crash = msgspec.structs.replace(self.crash, met=0)
 
@@ -437,7 +437,7 @@ class Incidents:
     nodes: set[str] = field(default_factory=set)  # of worlds committed since all workers started
     # What workers of each stopped node have done with checkpoints since all workers started.
     uses: dict[str, CheckpointUse] = field(default_factory=dict)
-    # The crash of the last lost worker that is replaced while the others make the next steps.
+    # How the last lost worker crashed that is replaced while the others make the next steps.
     crash: Crash | None = None
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
     # The workers of this world whose programs have returned, by node id and local rank, ...
@@ -571,7 +571,7 @@ class Incidents:
         return tuple(self._returned.values())
 
     def returned_of(self, node_id: str) -> set[int]:
-        """The local ranks of a node whose programs have returned."""
+        """Return the local ranks of a node whose programs have returned."""
         return {local_rank for node, local_rank in self._returned if node == node_id}
 
     def explain_by_return(self) -> None:

@@ -636,7 +636,7 @@ def _stopping(state: State) -> bool:
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
-    elif why := ending.free_restart(state, incident):
+    elif why := ending.record_free_restart(state, incident):
         return ending.failure(state, incident, why)
     state.incidents.finish(reason, state.world.fence)
     _release_leaving(state)
