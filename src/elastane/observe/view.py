@@ -427,7 +427,9 @@ def _with_point(view: JobView, point: StepPoint) -> JobView:
     if len(points) == STEP_POINTS_MAX:
         half = STEP_POINTS_MAX // 2
         points = Recent(STEP_POINTS_MAX, [*_merged(points[:half]), *points[half:]])
-    step = view.step if point.steps is None else point.steps
+    # The coordinator hears of the steps later than a script's own progress, where that is read.
+    is_told = point.steps is None or view.total_steps
+    step = view.step if is_told else point.steps
     return msgspec.structs.replace(view, step=step, steps=points.after(point))
 
 

@@ -36,6 +36,7 @@ from elastane.observe.view import (
     after_act,
     after_event,
     after_progress,
+    after_steps,
     decode_progress,
 )
 from elastane.protocol.log_events import EventKind
@@ -152,6 +153,15 @@ def test_the_view_is_bounded():
     assert len(view.losses) == HISTORY_MAX
     assert len(view.lines) == LINES_MAX
     assert view.lines[-1].text == str(LINES_MAX + 9)
+
+
+def test_a_count_of_the_coordinator_does_not_set_back_the_progress_of_the_script():
+    """The coordinator hears of steps later: the last line of a demo would show an older step."""
+    view = after_steps(JobView(), 1.0, 5)
+    assert view.step == 5
+    view = after_progress(view, point(300))
+    view = after_steps(view, 2.0, 297)
+    assert view.step == 300 and view.steps[-1].steps == 297
 
 
 def test_a_torn_or_foreign_line_is_no_progress():
