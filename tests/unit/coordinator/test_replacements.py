@@ -123,4 +123,23 @@ def test_replacements_may_take_longer_to_start_than_a_lost_node_is_waited_for():
     assert job.phase == "regrouping" and "30 s at most" in job.machine.report().reason
     job.breaks("b")
     job.passes(6.0, alive="a")
-    assert job.persisted[-1].outcome.slug == "rdzv-timeout"
+    outcome = job.persisted[-1].outcome
+    assert outcome.slug == "rdzv-timeout"
+    assert outcome.reason.startswith(
+        "rendezvous: 2 of at least 4 workers were ready within 5 s (present: a; before: worker of"
+    )
+    assert outcome.next_step.startswith("start the missing nodes with the same command")
+    assert "rejoin_timeout" in outcome.next_step
+
+
+def test_replacements_that_do_not_start_are_named_as_what_is_missing():
+    timing = {"join_timeout_s": 30.0, "rejoin_timeout_s": 5.0}
+    job = in_place(low=2, high=2, nodes="ab", timing=timing)
+    dies(job, "b", 0)
+    job.passes(31.0, alive="ab")
+    outcome = job.persisted[-1].outcome
+    assert (
+        "3 of at least 4 workers were ready within 30 s (present: a, b; before:" in outcome.reason
+    )
+    assert outcome.next_step.startswith("find in the logs why the replacements did not start")
+    assert "join_timeout=SECONDS" in outcome.next_step and "rejoin" not in outcome.next_step

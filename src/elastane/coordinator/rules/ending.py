@@ -6,6 +6,8 @@ incident that the budget cannot pay for is an ending.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from elastane.coordinator.rules.incident import BudgetVerdict, EndedWorld, Incident, PastIncident
@@ -357,29 +359,30 @@ def concluded(state: State) -> bool:
     return _close(state, state.ending.requested)
 
 
-def too_few(state: State, here: int, needed: int) -> bool:
-    """End the job: not enough nodes came in time."""
-    limit_s = state.join_limit_s
+MISSING_NODES = "start the missing nodes with the same command, or allow fewer by --nnodes MIN:MAX"
+MISSING_WORKERS = (
+    "find in the logs why the replacements did not start, or allow fewer by --min-workers N"
+)
+
+
+def too_few(
+    state: State, what: str, nodes: Collection[str], limit_s: float, next_step: str
+) -> bool:
+    """End the job: of `what`, too few came within `limit_s`; `nodes` are present."""
     setting = "join" if limit_s == state.spec.timing.join_timeout_s else "rejoin"
-    present = named(state.roster.idle) or "none"
-    last = state.incidents.last.text
+    last = state.incidents.last_reason
     lost = f"; before: {last}" if last else ""
-    what = (
-        f"rendezvous: {here} of at least {needed} nodes joined within {limit_s:g} s"
-        f" (present: {present}{lost})"
-    )
+    present = named(nodes) or "none"
+    reason = f"rendezvous: {what} within {limit_s:g} s (present: {present}{lost})"
     return _close(
         state,
         Outcome(
             ok=False,
-            reason=what,
+            reason=reason,
             slug="rdzv-timeout",
             exit_code=ExitCode.TRY_AGAIN,
-            cause=Cause(kind="timeout", what=what),
-            next_step=(
-                "start the missing nodes with the same command, or allow fewer by --nnodes MIN:MAX,"
-                f" or wait longer by --rdzv-conf {setting}_timeout=SECONDS"
-            ),
+            cause=Cause(kind="timeout", what=reason),
+            next_step=f"{next_step}, or wait longer by --rdzv-conf {setting}_timeout=SECONDS",
         ),
     )
 

@@ -118,7 +118,8 @@ def _wait_for_nodes(state: State, from_s: float) -> bool:
     if not sizing.replica_fits(state):
         return ending.no_replica(state)
     if state.now_s >= from_s + limit_s:
-        return ending.too_few(state, here, needed)
+        what, next_step = f"{here} of at least {needed} nodes joined", ending.MISSING_NODES
+        return ending.too_few(state, what, state.roster.idle, state.join_limit_s, next_step)
     # A long list of names helps no reader, and each arrival would sort it.
     names = f" ({named(state.roster.idle) or 'none'})" if here <= _CROWD else ""
     reason = (

@@ -367,9 +367,7 @@ def commit_when_enough(state: State) -> bool:
         replace_lost(state, incident, 0.0)  # The charge covers workers lost since.
     found = next_world.next_world(state)
     if not next_world.are_enough(state, found):
-        return _wait(
-            state, sum(len(one.workers) for one in found), next_world.workers_needed(state, found)
-        )
+        return _wait(state, found)
     port_due_s = (
         state.worlds.began_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
     )
@@ -408,10 +406,14 @@ def log_shrunk(state: State, *, is_agreed: bool = False) -> bool:
     return True
 
 
-def _wait(state: State, workers: int, needed: int) -> bool:
-    limit_s = state.join_left_s
+def _wait(state: State, found: list[sizing.NodeWorkers]) -> bool:
+    workers = sum(len(one.workers) for one in found)
+    needed = next_world.workers_needed(state, found)
+    limit_s, left_s, next_step = state.join_limit_s, state.join_left_s, ending.MISSING_NODES
     if len(state.roster.nodes) >= sizing.fewest_nodes(state):
-        limit_s = state.spec.timing.join_timeout_s  # Replacements start on nodes that are here.
+        # Replacements start on nodes that are here.
+        limit_s = left_s = state.spec.timing.join_timeout_s
+        next_step = ending.MISSING_WORKERS
     # Unreachable workers may come back, and then there are enough. They may also train on while the
     # job ends.
     if state.incidents.unpaid is not None:
@@ -421,16 +423,18 @@ def _wait(state: State, workers: int, needed: int) -> bool:
                 state, state.incidents.unpaid, "the restart budget pays for no replacement"
             )
         state.queue.wait_until(due_s)
-    if state.now_s >= state.stage.began_s + limit_s:
-        return ending.too_few(state, len(next_world.next_world(state)), sizing.fewest_nodes(state))
+    if state.now_s >= state.stage.began_s + left_s:
+        what = f"{workers} of at least {needed} workers were ready"
+        nodes = [one.node.spec.node_id for one in found]
+        return ending.too_few(state, what, nodes, limit_s, next_step)
     prepare_standbys(state)
     reason = (
         f"{workers} of at least {needed} workers are left; they keep their state and wait"
-        f" for others, {round(limit_s, 1):g} s at most"
+        f" for others, {round(left_s, 1):g} s at most"
     )
     if state.stage.explain(reason):
         state.log(EventKind.WAITING, reason, workers=workers, min_workers=needed)
-    state.queue.wait_until(state.stage.began_s + limit_s)
+    state.queue.wait_until(state.stage.began_s + left_s)
     return False
 
 
