@@ -85,6 +85,7 @@ class Checks:
         self.growth.noted(event)
         self.cuts.noted(event)
         self.boundaries.noted(event)
+        self.crashes.noted(event)
         self._require(not (fault := self.budget.noted(event)), fault)
 
     def wrote(self, before: JobRecord | None, after: JobRecord, *, durable: bool) -> None:

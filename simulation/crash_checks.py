@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Fence, Outcome
 from simulation.observed import ObservedCluster
 
@@ -20,7 +21,8 @@ class RepeatedCrashCheck:
     def __init__(self, cluster: ObservedCluster) -> None:
         self._cluster = cluster
         self._failed: list[tuple[Fence, int]] = []  # each attempt, with the step that it began at
-        self._died: set[Fence] = set()  # worlds in which a worker ended by something else
+        # Worlds in which a worker ended by something else, or a node departed.
+        self._died: set[Fence] = set()
         self._charged: set[Fence] = set()
         self._row = 0  # failures in place with no other death or restart between
         # Where others join at boundaries: the step that this attempt began at, whether it has
@@ -38,6 +40,11 @@ class RepeatedCrashCheck:
         """Record that a worker of this world ended by something else."""
         self._died.add(fence)
         self._row, self._is_clean = 0, False
+
+    def noted(self, event: LogEvent) -> None:
+        """Record that a node departed, whose workers may have written a checkpoint unseen."""
+        if event.kind is EventKind.NODE_DEPARTED and event.fence is not None:
+            self._died.add(event.fence)
 
     def breaks_row(self) -> None:
         """Record that this attempt lost its state, or that its use of checkpoints is unknown."""
