@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_in_place.py"
 
 
+@pytest.mark.soak
 def test_the_trainer_continues_and_saves_after_the_loss_of_rank_0_in_a_save(tmp_path):
     folder = tmp_path / "said"
     folder.mkdir()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from jobs import until
 
 from bench.__main__ import RUN_VARIABLE
@@ -14,6 +15,7 @@ from bench.harness import marked
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.soak
 def test_a_bench_that_gets_sigterm_ends_its_agents_and_workers(tmp_path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [

@@ -90,7 +90,9 @@ def _listening_inodes():
     "options",
     [
         ("--standalone",),
-        ("--nnodes", "1:2", "--rdzv-endpoint", "localhost:{port}"),
+        pytest.param(
+            ("--nnodes", "1:2", "--rdzv-endpoint", "localhost:{port}"), marks=pytest.mark.soak
+        ),
     ],
     ids=["standalone", "loopback"],
 )

@@ -173,6 +173,7 @@ def test_an_impossible_plan_is_refused(faults):
         FaultPlan(faults)
 
 
+@pytest.mark.soak
 def test_a_plan_is_carried_out_and_the_job_survives_it(tmp_path, script):
     plan = FaultPlan(tuple(Fault(0.3 * n, kind, 0.6) for n, kind in enumerate(KINDS)), back_s=0.5)
     options = {**LIGHT, "nnodes": "1:4", "max_restarts": 9, "rdzv_conf": {"gather": 0.2}}

@@ -46,7 +46,14 @@ def workers_of(said: str, rank: int) -> list[int]:
     return [pid for place, pid in enumerate(pids) if pid != pids[place - 1] or not place]
 
 
-@pytest.mark.parametrize("mode", [*MODES])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("init", marks=pytest.mark.soak),
+        "in-place",
+        pytest.param("restart", marks=pytest.mark.soak),
+    ],
+)
 def test_the_output_of_rank_0_is_that_of_all_workers_that_were_rank_0(tmp_path, mode):
     options = {"nnodes": "1", "nproc_per_node": 3, "max_restarts": 10, "min_workers": 1}
     options |= {"redirects": "3", "preload": PRELOAD_OPTIMIZER, **MODES[mode]}

@@ -76,7 +76,9 @@ def job(folder, fails, *options, how="error"):
         return code, agent.out, json.loads((folder / "report.json").read_text())
 
 
-@pytest.mark.parametrize("options", [(), ("--in-place",)], ids=["restarts", "in place"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--in-place",), marks=SOAK)], ids=["restarts", "in place"]
+)
 def test_a_script_that_fails_at_one_step_again_and_again_ends_the_job(tmp_path, options):
     code, _, report = job(tmp_path / "job", "at a step", *options)
     assert code == 1
@@ -121,7 +123,7 @@ for step in range(9):
 """
 
 
-@pytest.mark.parametrize(("fails", "code"), [("raises", 1), ("exits", 7)])
+@pytest.mark.parametrize(("fails", "code"), [("raises", 1), pytest.param("exits", 7, marks=SOAK)])
 def test_workers_that_fail_alike_in_place_end_by_their_error_alone(tmp_path, fails, code):
     """A worker that has ended closes the connections of others, which are still ending."""
     script = write_script(tmp_path, ALIKE)

@@ -156,7 +156,7 @@ def test_replicas_heal_lost_shards_also_where_only_the_dead_had_made_the_step(tm
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("late", ["1", "2"])
+@pytest.mark.parametrize("late", ["1", pytest.param("2", marks=pytest.mark.soak)])
 def test_a_body_cut_off_after_its_update_takes_what_the_rest_changed_from_another(tmp_path, late):
     job = Sharding(tmp_path, 2, CUT, env={"LATE": late})
     with job.cluster:
