@@ -83,6 +83,7 @@ def test_a_job_whose_workers_wait_for_one_of_them_is_stalled():
     waits = report([node("a", 0), node("spare", None)], stalled="rank 1 has not entered it")
     lines = report_lines(waits, "h:1")
     assert lines[0] == "digits-1: stalled, round 3 attempt 1, 4 workers"
+    assert lines[1] == "  why           rank 1 has not entered it"
     states = {line.split()[0]: line.split()[2] for line in lines[-2:]}
     assert states == {"a": "stalled", "spare": "running"}, (
         "one without workers does not stand still"

@@ -115,6 +115,7 @@ from elastane.protocol.messages import (
     Able,
     Alive,
     Assign,
+    AwaitedWorker,
     CallOff,
     Checkpointed,
     Close,
@@ -915,6 +916,7 @@ class LocalWorkers:
         if isinstance(event, CulpritFound):
             data = culprit_data(event.verdict, event.still_s)
             self._log(EventKind.CULPRIT, event.verdict.sentence, **data)
+            self._outbox.send(AwaitedWorker(fence=group.fence, sentence=event.verdict.sentence))
             return
         if isinstance(event, WorkerStacks):
             reason = f"stacks of rank {event.rank} (pid {event.pid}), by {event.source}"

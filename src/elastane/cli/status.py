@@ -297,7 +297,7 @@ def report_lines(report: Report, endpoint: str) -> list[str]:
     """Return the screen of a running job."""
     lines = [
         f"{report.job}: {'stalled' if report.stalled else report.phase}, {_world(report)}",
-        f"  why           {report.reason}",
+        f"  why           {report.stalled or report.reason}",
         f"  coordinator   {endpoint}, up {duration(report.uptime_s)}",
         f"  nodes         {_wanted(report)}",
         f"  budget        {report.restarts_used} of {report.max_restarts} restarts used",

@@ -246,6 +246,13 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
     reason: Text
 
 
+class AwaitedWorker(msgspec.Struct, frozen=True, tag="awaited", kw_only=True):
+    """A worker of `fence` for which the others wait, as its own agent found; `sentence` has why."""
+
+    fence: Fence
+    sentence: Text
+
+
 class StandstillReport(msgspec.Struct, frozen=True, tag="stands-still", kw_only=True):
     """The workers of `fence` have made no collective for `still_s`, longer than usual.
 
@@ -311,6 +318,7 @@ ToCoordinator = (
     | Able
     | Checkpointed
     | Lost
+    | AwaitedWorker
     | StandstillReport
     | Stopped
     | Leave

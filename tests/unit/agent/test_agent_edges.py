@@ -28,6 +28,7 @@ from elastane.protocol.events import (
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
+    AwaitedWorker,
     CallOff,
     Checkpointed,
     Drain,
@@ -182,10 +183,11 @@ def test_a_worker_is_ended_by_order_in_its_own_world_only():
     assert not agent.told(ShowStacks(fence=Fence(9, 9), ranks=(1,)))
 
 
-def test_a_culprit_is_logged_with_its_class():
+def test_a_culprit_is_logged_with_its_class_and_reported_to_the_coordinator():
     agent = Agent().running()
     found = Verdict(kind=Kind.DISK, ranks=(1, 2), sentence="ranks 1-2 wait", group="0", sequence=7)
-    [effect] = agent.does(CulpritFound(FENCE, found, 21.04))
+    effect, _ = agent.does(CulpritFound(FENCE, found, 21.04))
+    assert agent.sent(AwaitedWorker) == [AwaitedWorker(fence=FENCE, sentence="ranks 1-2 wait")]
     assert (effect.event.kind, effect.event.reason) == (EventKind.CULPRIT, "ranks 1-2 wait")
     assert effect.event.data == {
         "class": "disk", "ranks": "1,2", "outlook": "may-pass", "certain": False,

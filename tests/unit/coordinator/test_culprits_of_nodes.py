@@ -7,8 +7,10 @@ from elastane.protocol.culprits import ProcessFacts, StandstillEvidence
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
+    AwaitedWorker,
     EndWorker,
     Failed,
+    Heartbeat,
     Interrupt,
     ShowStacks,
     StandstillReport,
@@ -148,6 +150,36 @@ def test_a_worker_is_ended_where_the_wait_never_ends():
     assert found.data["class"] == "stopped" and found.data["certain"]
     [end] = job.got("b", EndWorker)
     assert (end.fence, end.rank, end.reason) == (Fence(1, 0), 2, found.reason)
+
+
+def test_a_job_is_stalled_from_the_report_of_an_agent_until_its_workers_make_steps():
+    job = running()
+    for node_id in "ab":
+        job.says(node_id, Heartbeat(progress=7))
+    job.passes(1.0)
+    raised = "rank 3 on node b raised ValueError: planted; its process has not ended 2.0 s later"
+    old, fence = Fence(0, 0), job.assigned["b"].fence
+    for told in (old, fence):
+        job.says("b", AwaitedWorker(fence=told, sentence=raised))
+        assert job.machine.report().stalled == (raised if told == fence else "")
+    for step in (7, 8):
+        assert job.machine.report().stalled == raised
+        for _ in range(20):
+            job.now_s += 1.0
+            for node_id in "ab":
+                job.says(node_id, Heartbeat(progress=step))
+    assert not job.machine.report().stalled
+
+
+def test_a_job_is_not_stalled_in_the_world_after_that_of_the_awaited_worker():
+    job = running()
+    fence = job.assigned["b"].fence
+    job.says("b", AwaitedWorker(fence=fence, sentence="rank 3 on node b raised ValueError"))
+    assert job.machine.report().stalled
+    failure = Failure(local_rank=1, rank=3, pid=9, exit_code=1)
+    job.says("b", Failed(fence=fence, failures=(failure,)))
+    job.passes(1.0, alive="ab")
+    assert not job.machine.report().stalled
 
 
 def test_the_end_of_a_reported_standstill_is_logged_and_until_then_the_job_is_stalled():

@@ -381,6 +381,8 @@ class Standstill:
     since_s: float = 0.0
     again_s: float | None = None  # when to compare again, since such a wait has passed before
     mismatch: Blame | None = None  # these workers recover in place, and can make no step
+    awaited: str = ""  # for whom the others wait, as that worker's own agent found
+    awaited_s: float = 0.0
 
     def is_to_be_compared(self, now_s: float) -> bool:
         """Whether an agent has reported, or a wait lasts longer than one that has passed."""
@@ -394,6 +396,16 @@ class Standstill:
         """Record that other workers, or other places, come next."""
         self.reports.forget()
         self.is_new, self.again_s, self.mismatch = False, None, None
+        self.awaited = ""
+
+    def wait_for(self, sentence: str, now_s: float) -> None:
+        """Record for whom the others wait, as that worker's own agent found."""
+        self.awaited, self.awaited_s = sentence, now_s
+
+    def move(self, moved_s: float) -> None:
+        """Record when a worker made the last step: a later one ends the wait."""
+        if moved_s > self.awaited_s:
+            self.awaited = ""
 
     def blame(self, found: Blame) -> None:
         """Record who called another collective than the others."""
@@ -481,7 +493,7 @@ class Incidents:
     def stalled(self) -> str:
         """For whom, or where, the workers of the world wait at a standstill; empty: they move."""
         found = self.standstill.reports.current
-        return self.stalls.text if found is None else found.sentence
+        return self.standstill.awaited or self.stalls.text if found is None else found.sentence
 
     def open(self, incident: Incident) -> Incident:
         """Record why the current world ends."""

@@ -26,6 +26,7 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
     Alive,
+    AwaitedWorker,
     Checkpointed,
     Conclude,
     Drained,
@@ -66,7 +67,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             _record_success(state, node, message)
         case Marked() | Drained() if message.fence == node.fence:
             _drained(state, node, message)
-        case Able() | Lost() | Checkpointed() | StandstillReport():
+        case Able() | Lost() | Checkpointed() | StandstillReport() | AwaitedWorker():
             _record_workers(state, node, message)
         case Stopped():
             _stopped(state, node, message)
@@ -118,6 +119,7 @@ def _log_progress(state: State) -> None:
         moved_s = max(each.pace.last_s for each in members)
         data = {"steps": min(made), "workers": size, "age_s": round(state.now_s - moved_s, 3)}
         state.log(EventKind.PROGRESS, f"step {min(made)}", **data)
+        state.incidents.standstill.move(moved_s)
 
 
 def _log_pace(state: State, world: World, counts: dict[int, int], age_s: float) -> None:
@@ -131,6 +133,7 @@ def _log_pace(state: State, world: World, counts: dict[int, int], age_s: float) 
         data = {"made": made, "before": before, "seconds": round(took_s, 3)}
         data["workers"] = world.world_size
         state.log(EventKind.PACE, words, **data, age_s=age_s)
+        state.incidents.standstill.move(state.now_s - age_s)
 
 
 def _drained(state: State, node: KnownNode, message: Marked | Drained) -> None:
@@ -143,7 +146,9 @@ def _drained(state: State, node: KnownNode, message: Marked | Drained) -> None:
 
 
 def _record_workers(
-    state: State, node: KnownNode, message: Able | Lost | Checkpointed | StandstillReport
+    state: State,
+    node: KnownNode,
+    message: Able | Lost | Checkpointed | StandstillReport | AwaitedWorker,
 ) -> None:
     """Record the state of a node's workers: recoverable, lost, saved, or at a standstill."""
     match message:
@@ -155,6 +160,8 @@ def _record_workers(
         case StandstillReport(fence=fence) if fence == node.fence:
             node.progress.record_evidence(message.evidence, message.still_s, early=message.early)
             state.incidents.standstill.note()
+        case AwaitedWorker(fence=fence) if fence == node.fence and node.is_member:
+            state.incidents.standstill.wait_for(message.sentence, state.now_s)
         case Able():
             node.renew_offer(message.offer, message.fence)
             node.workers.shard(message.sharding)
