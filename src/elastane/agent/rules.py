@@ -78,6 +78,7 @@ from elastane.protocol.events import (
     AgentEvent,
     CulpritFound,
     GroupAble,
+    GroupCalls,
     GroupDrained,
     GroupGone,
     GroupMarked,
@@ -129,6 +130,7 @@ from elastane.protocol.messages import (
     Holding,
     Interrupt,
     Join,
+    LastCalls,
     Leave,
     Lost,
     Marked,
@@ -608,8 +610,8 @@ class LocalWorkers:
                 self._start(assignment, leaving=leaving)
             case Prepare():
                 self._prepare(message, leaving=leaving)
-            case Interrupt(fence=fence, reason=reason):
-                self._interrupt(fence, reason)
+            case Interrupt():
+                self._interrupt(message)
             case Stop():
                 self._stop(message)
             case Drain():
@@ -651,9 +653,13 @@ class LocalWorkers:
             ):
                 group.interrupt(reason)
                 self._outbox.send(Lost(fence=world, reason=reason))
-            case ReplicaDiffered() | CulpritFound() | WorkerStacks() | GroupStandstill() if (
-                group and event.fence == group.start_fence
-            ):
+            case (
+                ReplicaDiffered()
+                | CulpritFound()
+                | WorkerStacks()
+                | GroupStandstill()
+                | GroupCalls()
+            ) if group and event.fence == group.start_fence:
                 self._found(group, event)
             case GroupMarked() | GroupDrained() if group and self._is_current_drain(event):
                 self._drained(group, event)
@@ -758,12 +764,12 @@ class LocalWorkers:
                 StartWorkers(group.start_fence, missing, message.assignment, message.delay_s)
             )
 
-    def _interrupt(self, fence: Fence, reason: str) -> None:
-        group = self.group
-        if group is not None and group.fence == fence and group.phase != "stopping":
+    def _interrupt(self, message: Interrupt) -> None:
+        group, reason = self.group, message.reason
+        if group is not None and group.fence == message.fence and group.phase != "stopping":
             self._log(EventKind.WORKERS_INTERRUPTED, reason)
             group.interrupt(reason)
-            self._outbox.add(InterruptGroup(group.start_fence, reason))
+            self._outbox.add(InterruptGroup(group.start_fence, reason, message.asks_calls))
 
     def _stop(self, message: Stop) -> None:
         group = self.group
@@ -900,8 +906,11 @@ class LocalWorkers:
     def _found(
         self,
         group: Group,
-        event: ReplicaDiffered | CulpritFound | WorkerStacks | GroupStandstill,
+        event: ReplicaDiffered | CulpritFound | WorkerStacks | GroupStandstill | GroupCalls,
     ) -> None:
+        if isinstance(event, GroupCalls):
+            self._outbox.send(LastCalls(fence=event.world, calls=event.calls))
+            return
         if isinstance(event, GroupStandstill):
             if event.world == group.fence:
                 self._outbox.send(

@@ -243,8 +243,8 @@ class AgentShell:
                 group.stop(grace_s)
             case StartWorkers(local_ranks=local_ranks, assignment=assignment, delay_s=delay_s):
                 group.start_more(local_ranks, assignment, delay_s)
-            case InterruptGroup(reason=reason):
-                group.interrupt(reason)
+            case InterruptGroup(reason=reason, asks_calls=asks_calls):
+                group.interrupt(reason, asks_calls=asks_calls)
             case RegroupWorkers(assignment=assignment, able=able):
                 group.regroup(assignment, able)
             case MarkGroup() | AimGroup() | ReleaseGroup() | EndGroupWorker() | ShowGroupStacks():

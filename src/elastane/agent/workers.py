@@ -49,6 +49,7 @@ from elastane.protocol.events import (
     AgentEvent,
     CulpritFound,
     GroupAble,
+    GroupCalls,
     GroupDrained,
     GroupGone,
     GroupMarked,
@@ -166,8 +167,10 @@ class LocalWorkerGroup:
         """Report a checkpoint of the workers that is whole on storage."""
         self.post(GroupWroteCheckpoint(self.assignment.fence, message.where, message.resumed))
 
-    def interrupt(self, reason: str) -> None:
-        """Ask the workers that have a place to end their step."""
+    def interrupt(self, reason: str, *, asks_calls: bool = False) -> None:
+        """Ask the workers that have a place to end their step; post their last calls if asked."""
+        if asks_calls:
+            self.post(GroupCalls(self.assignment.fence, self.world.fence, self._all_last_calls()))
         self.hang_monitor.world_ended()
         self._first_steps.end()
         for worker in self._members():
@@ -276,6 +279,10 @@ class LocalWorkerGroup:
             return ()
         shown = [each for each in self._members() if each is worker or code == -signal.SIGABRT]
         return tuple(each.last_calls() for each in shown[:CALLERS_MAX])
+
+    def _all_last_calls(self) -> tuple[WorkerCalls, ...]:
+        """Return the last collectives of the members."""
+        return tuple(each.last_calls() for each in self._members()[:CALLERS_MAX])
 
     async def _report_end(
         self, worker: LocalWorker, process: WorkerProcess, code: int, calls: tuple[WorkerCalls, ...]
@@ -505,7 +512,7 @@ class LocalWorkerGroup:
         await self._outputs.finish()
         self._sockets.close()
         use = functools.reduce(CheckpointUse.merge, (each.use for each in self._workers), UNUSED)
-        calls = tuple(each.last_calls() for each in self._members()[:CALLERS_MAX])
+        calls = self._all_last_calls()
         for worker in self._workers:
             worker.page.close()
         # Release and hold another: nodes may still know the port of this attempt.

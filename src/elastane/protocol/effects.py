@@ -73,10 +73,14 @@ class StartWorkers(msgspec.Struct, frozen=True):
 
 
 class InterruptGroup(msgspec.Struct, frozen=True):
-    """Interrupt the current step of workers that recover in place; they wait for a world."""
+    """Interrupt the current step of workers that recover in place; they wait for a world.
+
+    `asks_calls`: feed `GroupCalls` back, read before the workers hear of it.
+    """
 
     fence: Fence
     reason: str
+    asks_calls: bool = False
 
 
 class RegroupWorkers(msgspec.Struct, frozen=True):

@@ -254,6 +254,14 @@ class GroupStandstill(msgspec.Struct, frozen=True):
     early: bool = False
 
 
+class GroupCalls(msgspec.Struct, frozen=True):
+    """Answer to InterruptGroup: the last collectives of the local workers in `world`."""
+
+    fence: Fence
+    world: Fence
+    calls: tuple[WorkerCalls, ...]
+
+
 class GroupMarked(msgspec.Struct, frozen=True):
     """Answer to MarkGroup, with its `drain`."""
 
@@ -314,6 +322,7 @@ AgentEvent = (
     | WorkerStacks
     | GroupPaused
     | GroupStandstill
+    | GroupCalls
     | GroupMarked
     | GroupDrained
     | Signalled

@@ -270,6 +270,13 @@ class StandstillReport(msgspec.Struct, frozen=True, tag="stands-still", kw_only=
             raise ValueError(f"{len(self.evidence)} evidence, of at most {EVIDENCE_MAX}")
 
 
+class LastCalls(msgspec.Struct, frozen=True, tag="last-calls", kw_only=True):
+    """The last collectives of the workers of `fence` on this node, read at their interruption."""
+
+    fence: Fence
+    calls: Annotated[tuple[WorkerCalls, ...], msgspec.Meta(max_length=CALLERS_MAX)] = ()
+
+
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """No process of `fence` is left on this node; `offer` is where the next store would be.
 
@@ -319,6 +326,7 @@ ToCoordinator = (
     | Checkpointed
     | Lost
     | AwaitedWorker
+    | LastCalls
     | StandstillReport
     | Stopped
     | Leave
@@ -350,10 +358,14 @@ class Assign(msgspec.Struct, frozen=True, tag="assign"):
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt", kw_only=True):
-    """The world of `fence` has ended: its workers end their step, and wait for the next world."""
+    """The world of `fence` has ended: its workers end their step, and wait for the next world.
+
+    `asks_calls`: the agent answers with their last collectives (`LastCalls`).
+    """
 
     fence: Fence
     reason: str
+    asks_calls: bool = False
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):

@@ -7,6 +7,7 @@ from elastane.protocol.effects import (
     AimGroup,
     EndGroupWorker,
     Exit,
+    InterruptGroup,
     MarkGroup,
     ReleaseGroup,
     ShowGroupStacks,
@@ -15,6 +16,7 @@ from elastane.protocol.effects import (
 from elastane.protocol.events import (
     CulpritFound,
     GroupAble,
+    GroupCalls,
     GroupDrained,
     GroupMarked,
     GroupStandstill,
@@ -35,7 +37,9 @@ from elastane.protocol.messages import (
     Drained,
     DrainTarget,
     EndWorker,
+    Interrupt,
     Join,
+    LastCalls,
     Marked,
     Ready,
     Report,
@@ -43,6 +47,7 @@ from elastane.protocol.messages import (
     StandstillReport,
 )
 from elastane.protocol.model import Fence, Joining, PortOffer, Sharding
+from elastane.protocol.ring import WorkerCalls
 from elastane.protocol.verdicts import Kind, Verdict
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
@@ -171,6 +176,15 @@ def test_workers_that_stand_still_are_reported_in_their_own_world_only():
     ]
     agent.does(GroupStandstill(FENCE, Fence(9, 9), (), 0.0))
     assert not agent.sent(StandstillReport)
+
+
+def test_interrupted_workers_show_their_last_calls_if_the_coordinator_asks():
+    agent = Agent().running()
+    agent.told(Interrupt(fence=FENCE, reason="rank 1 crashed", asks_calls=True))
+    assert agent.effect(InterruptGroup).asks_calls
+    calls = (WorkerCalls(rank=0, pid=50),)
+    agent.does(GroupCalls(FENCE, FENCE, calls))
+    assert agent.sent(LastCalls) == [LastCalls(fence=FENCE, calls=calls)]
 
 
 def test_a_worker_is_ended_by_order_in_its_own_world_only():

@@ -12,17 +12,19 @@ from elastane.protocol.messages import (
     Failed,
     Heartbeat,
     Interrupt,
+    LastCalls,
     ShowStacks,
     StandstillReport,
 )
 from elastane.protocol.model import Failure, Fence, Joining, PortOffer
 from elastane.protocol.ring import GroupBoard, GroupCall, Position, RecordedCall, WorkerCalls
+from elastane.protocol.words import OTHER_PROGRAM
 
 STOPPED = ProcessFacts(state="T", lock_held=True)
 
 
-def running():
-    job = Driver(job_spec(2, 2, 3))
+def running(**options):
+    job = Driver(job_spec(2, 2, 3, **options))
     for node_id in "ab":
         job.join(node_id)
     job.passes(4.0, alive="ab")
@@ -296,6 +298,34 @@ def test_the_rank_that_sent_too_much_is_the_culprit_of_a_worker_that_gloo_ended(
     assert found.data["class"] == "other-shape" and found.data["ranks"] == "2"
     assert (found.data["culprit_node"], found.data["culprit_pid"]) == ("b", 52)
     assert "rank 2 called all_reduce of 4,000 bytes (a.py:2)" in found.reason
+
+
+def test_the_rank_that_sent_too_much_in_place_is_named_by_the_calls_of_survivors_elsewhere():
+    """The survivors are in the next world before their agents answer, and find that they differ."""
+    job = running(min_workers=1)
+    world = job.assigned["a"].fence
+    for node_id in "ab":
+        able = Able(workers=(0, 1), offer=PortOffer(9000, True), joining=Joining.NEVER)
+        job.says(node_id, able)
+    too_much = "Received data size doesn't match expected size."
+    fails(job, "a", 1, too_much, made(0, 28, "a.py:1"), made(1, 28, "a.py:1"), code=-6)
+    for node_id in "ab":
+        assert [one.asks_calls for one in job.got(node_id, Interrupt)] == [True]
+    job.passes(1.0, alive="ab")
+    assert job.assigned["b"].fence > world
+    job.says("b", LastCalls(fence=Fence(0, 0), calls=(made(2, 28, "a.py:1"),)))
+    assert not culprits(job), "they are of another world"
+    told = LastCalls(fence=world, calls=(made(2, 4000, "a.py:2"), made(3, 28, "a.py:1")))
+    for _ in range(2):
+        job.says("b", told)
+    [found] = culprits(job)
+    assert (found.fence, found.data["ranks"], found.data["culprit_pid"]) == (world, "2", 52)
+    text = f"elastane: all workers restart: {OTHER_PROGRAM}: operation 5 [in-place-restart]"
+    fails(job, "a", 0, text, code=75)
+    job.stops("a", "b")
+    [restart] = [event.data for event in job.events if event.kind is EventKind.RESTART]
+    assert restart["cause"].startswith(f"{found.reason}; so "), restart["cause"]
+    assert (restart["cause_node"], restart["cause_pid"]) == ("b", 52)
 
 
 def cause_after_wait(message, *, node_id, local_rank=0, exit_code=1, **more):

@@ -10,7 +10,13 @@ from collections.abc import Collection
 
 import msgspec
 
-from elastane.coordinator.rules.incident import BudgetVerdict, EndedWorld, Incident, PastIncident
+from elastane.coordinator.rules.incident import (
+    Blame,
+    BudgetVerdict,
+    EndedWorld,
+    Incident,
+    PastIncident,
+)
 from elastane.coordinator.rules.nodes import named
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.errors import ExitCode
@@ -39,7 +45,8 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close
 from elastane.protocol.model import NO_RANK, Cause, Crash, Failure, Fence, Outcome
 from elastane.protocol.patterns import DISK_FULL, MISSING_FILE
-from elastane.protocol.verdicts import culprit_data
+from elastane.protocol.ring import WorkerCalls
+from elastane.protocol.verdicts import Verdict, culprit_data
 
 # A failure sooner after a restart may follow from the failure before it.
 _SOON_S = 60.0
@@ -101,8 +108,9 @@ def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
     if earlier is None:
         return cause
     if not earlier.sightings or _differ(incident):
-        if earlier.blame is not None:
-            return after_mismatch(cause, earlier.reason, earlier.blame.worker, incident.sightings)
+        blame = earlier.blame or _blame(find_mismatch(earlier.sightings, earlier.calls))
+        if blame is not None:
+            return after_mismatch(cause, blame.sentence, blame.worker, incident.sightings)
         return msgspec.structs.replace(cause, what=f"{earlier.reason}; so {cause.what}")
     first = root_cause(earlier.sightings, earlier.fence)
     return msgspec.structs.replace(
@@ -110,6 +118,10 @@ def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
         what=f"{first.what}; so {cause.what}",
         consequences=first.consequences + len(incident.sightings),
     )
+
+
+def _blame(found: Verdict | None) -> Blame | None:
+    return None if found is None else Blame(found.sentence, found.worker)
 
 
 def _differ(incident: Incident) -> bool:
@@ -182,6 +194,24 @@ def note_mismatch(state: State, incident: Incident, *, is_over: bool = False) ->
         return
     incident.note_mismatch()
     state.log(EventKind.CULPRIT, found.sentence, **culprit_data(found, 0.0))
+
+
+def compare_calls(state: State, node_id: str, fence: Fence, calls: tuple[WorkerCalls, ...]) -> None:
+    """Compare the last collectives of a node's workers in the world of `fence` with the others.
+
+    Survivors enter the next world at once, so the answers of their agents may come after its start.
+    """
+    incident, ended = state.incidents.current, state.incidents.explains
+    if incident is not None and state.world is not None and state.world.fence == fence:
+        incident.note_calls(node_id, calls)
+        note_mismatch(state, incident)
+    elif ended is not None and ended.fence == fence:
+        ended.calls[node_id] = calls
+        found = None if ended.has_mismatch else find_mismatch(ended.sightings, ended.calls)
+        if found is not None and found.ranks:
+            state.incidents.note_mismatch()
+            data = culprit_data(found, 0.0)
+            state.log_of(fence, EventKind.CULPRIT, found.sentence, **data)
 
 
 def verdict_pending(state: State, incident: Incident) -> bool:

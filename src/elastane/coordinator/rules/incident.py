@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import msgspec
@@ -424,13 +424,16 @@ class Standstill:
 class EndedWorld:
     """Why a world ended for which workers may have to restart.
 
-    `sightings`: the failures, if one of them is the cause.
+    `sightings`: the failures, if one of them is the cause. `calls`: the last collectives of its
+    other workers, by node id. `has_mismatch`: it was logged which rank called another one.
     """
 
     reason: str
     sightings: tuple[Sighting, ...]
     fence: Fence
     blame: Blame | None = None
+    calls: dict[str, tuple[WorkerCalls, ...]] = field(default_factory=dict)
+    has_mismatch: bool = False
 
 
 @dataclass(slots=True)
@@ -517,7 +520,9 @@ class Incidents:
                 self.last = self.current.cause or PastIncident(why)
                 has_cause = self.current.own_causes and not self.current.departed
                 failures = self.current.sightings if has_cause else ()
-                self.explains = EndedWorld(why, failures, fence, self.current.blame)
+                blame, calls = self.current.blame, self.current.calls
+                is_known = self.current.has_mismatch
+                self.explains = EndedWorld(why, failures, fence, blame, calls, is_known)
             self._note_crashes(self.current)
             if self.current.own_causes or self.current.departed:
                 self.has_lost = True
@@ -567,6 +572,11 @@ class Incidents:
     def refuse_payment(self, incident: Incident) -> None:
         """Record that the budget pays for no replacement of this incident."""
         self.unpaid = incident
+
+    def note_mismatch(self) -> None:
+        """Record that the rank was logged that called another collective in the last world."""
+        assert self.explains is not None
+        self.explains = replace(self.explains, has_mismatch=True)
 
     def note_return(self, node_id: str, end: Failure, now_s: float) -> None:
         """Record that the program of a worker has returned."""

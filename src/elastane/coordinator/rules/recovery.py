@@ -257,8 +257,11 @@ def interrupt_world(state: State, reason: str) -> bool:
     """Interrupt the current step of all members; their workers keep their state and wait."""
     assert state.world is not None
     state.enter(MembershipPhase.REGROUPING, reason)
+    incident = state.incidents.current
+    differs = incident is not None and incident.may_differ
     for node in state.roster.members():
-        state.queue.send(node, Interrupt(fence=state.world.fence, reason=reason))
+        order = Interrupt(fence=state.world.fence, reason=reason, asks_calls=differs)
+        state.queue.send(node, order)
     return True
 
 

@@ -32,6 +32,7 @@ from elastane.protocol.messages import (
     Drained,
     Failed,
     Heartbeat,
+    LastCalls,
     Leave,
     Lost,
     Marked,
@@ -67,7 +68,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             _record_success(state, node, message)
         case Marked() | Drained() if message.fence == node.fence:
             _drained(state, node, message)
-        case Able() | Lost() | Checkpointed() | StandstillReport() | AwaitedWorker():
+        case Able() | Lost() | Checkpointed() | StandstillReport() | AwaitedWorker() | LastCalls():
             _record_workers(state, node, message)
         case Stopped():
             _stopped(state, node, message)
@@ -148,7 +149,7 @@ def _drained(state: State, node: KnownNode, message: Marked | Drained) -> None:
 def _record_workers(
     state: State,
     node: KnownNode,
-    message: Able | Lost | Checkpointed | StandstillReport | AwaitedWorker,
+    message: Able | Lost | Checkpointed | StandstillReport | AwaitedWorker | LastCalls,
 ) -> None:
     """Record the state of a node's workers: recoverable, lost, saved, or at a standstill."""
     match message:
@@ -162,6 +163,8 @@ def _record_workers(
             state.incidents.standstill.note()
         case AwaitedWorker(fence=fence) if fence == node.fence and node.is_member:
             state.incidents.standstill.wait_for(message.sentence, state.now_s)
+        case LastCalls():
+            ending.compare_calls(state, node.id, message.fence, message.calls)
         case Able():
             node.renew_offer(message.offer, message.fence)
             node.workers.shard(message.sharding)

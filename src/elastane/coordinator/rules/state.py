@@ -269,6 +269,12 @@ class State:
         event = LogEvent(kind=kind, reason=reason, node_id=node_id, fence=fence, data=data)
         self.queue.add(WriteEvent(event))
 
+    def log_of(
+        self, fence: Fence, kind: EventKind, reason: str, /, **data: str | int | float | bool
+    ) -> None:
+        """Write an event about an earlier world, that of `fence`."""
+        self.queue.add(WriteEvent(LogEvent(kind=kind, reason=reason, fence=fence, data=data)))
+
     def persist(self) -> None:
         """Make the record durable before anything that this call sends afterwards."""
         record = JobRecord(
