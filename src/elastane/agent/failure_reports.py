@@ -27,6 +27,11 @@ _FATAL = "Fatal Python error: "
 # What the C++ runtime writes of an exception that nothing caught, and what gloo begins it with.
 _THROWN = "terminate called after throwing an instance of "
 _ENFORCED = re.compile(r"^\[enforce fail at [^\]]*\] ")
+# Frames around the script belong to its start.
+_STARTS = ("/elastane/process/zygote/", "/elastane/worker/unmodified.py")
+# Frames of elastane, and of Python's library that it calls to wait.
+_OWN_FRAME = re.compile(r"/elastane/(?:comms|process|synchrony|worker)/")
+_IN_WAIT = re.compile(rf"{_OWN_FRAME.pattern}|/lib/python[\d.]+/(?!site-packages/)")
 # What torch writes above the native stack of each thread, first of the one that has the signal.
 _SIGNALLED = re.compile(r"SIG\w+\(\d+\), PID: (?P<pid>\d+), Thread (?P<thread>\d+): ?$")
 _STACKS_LINES_MAX, _STACKS_BYTES_MAX = 5000, 512 << 10
@@ -97,14 +102,19 @@ def _exception_text(before: str) -> str:
 
 
 def _python_frames(lines: list[str]) -> list[str]:
-    """Return the frames of the faulting thread."""
-    found = []
+    """Return the frames of the faulting thread, the innermost first.
+
+    Frames in which elastane waits inside of a collective are left out: those of its caller say
+    where the script is.
+    """
+    found: list[str] = []
     for line in lines[_python_stack(lines) :]:
-        # Frames around the script belong to the start of a forked worker.
-        if not line.startswith("  File ") or "elastane/process/zygote/" in line:
+        if not line.startswith("  File ") or any(start in line for start in _STARTS):
             break
         found.append(line)
-    return found[:_PYTHON_FRAMES_MAX]
+    inner = next((n for n, line in enumerate(found) if not _IN_WAIT.search(line)), 0)
+    waits = any(map(_OWN_FRAME.search, found[:inner]))
+    return found[inner if waits else 0 :][:_PYTHON_FRAMES_MAX]
 
 
 def _python_stack(lines: list[str]) -> int:

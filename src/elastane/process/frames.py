@@ -14,6 +14,7 @@ from pathlib import PurePath
 from types import FrameType
 
 from elastane.protocol.limits import WHERE_CHARS_MAX
+from elastane.protocol.words import UNKNOWN_PLACE
 
 # Modules whose frames mean that a person debugs: pdb, what is built on it, and editors.
 _DEBUGGERS = frozenset(("pdb", "bdb", "pydevd", "_pydevd_bundle", "debugpy"))
@@ -29,6 +30,9 @@ _BACKWARD = "torch.autograd"
 
 # Python's own library: its lines say less than those that call them.
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
+
+# A script that recovers in place runs below a frame of ours whose module is named __main__.
+_OURS = f"{PurePath(__file__).parents[1]}/"
 
 _FRAMES_MAX = 1000
 
@@ -54,11 +58,15 @@ def described(frames: Sequence[FrameType]) -> str:
             what = _called(inner_frames) or frame.f_code.co_name
             return f"{what} ({place}, {frame.f_code.co_name})"[:WHERE_CHARS_MAX]
         inner_frames.append(frame)
-    return (_called(inner_frames) or "an unknown place")[:WHERE_CHARS_MAX]
+    is_ours = bool(inner_frames) and inner_frames[-1].f_code.co_filename.startswith(_OURS)
+    return (_called(inner_frames, is_ours=is_ours) or UNKNOWN_PLACE)[:WHERE_CHARS_MAX]
 
 
-def _called(inner_frames: Sequence[FrameType]) -> str:
-    """Return what the user's code has called, given the frames inside of it; "" without frames."""
+def _called(inner_frames: Sequence[FrameType], *, is_ours: bool = False) -> str:
+    """Return what the user's code has called, given the frames inside of it; "" without frames.
+
+    `is_ours`: elastane called them, not the user's code, so that only a collective has a name.
+    """
     outside_in = [*reversed(inner_frames)]
     in_ddp = [frame.f_code.co_name for frame in outside_in if _module(frame) == _DDP]
     if in_ddp:
@@ -69,11 +77,13 @@ def _called(inner_frames: Sequence[FrameType]) -> str:
             return frame.f_code.co_name
     if any(_module(frame).startswith(_BACKWARD) for frame in outside_in):
         return "all_reduce of a backward"
-    return outside_in[0].f_code.co_qualname if outside_in else ""
+    return outside_in[0].f_code.co_qualname if outside_in and not is_ours else ""
 
 
 def _is_ours_or_torchs(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
+    if file.startswith(_OURS):
+        return True
     if file.startswith(("<frozen ", _STANDARD)) and "/site-packages/" not in file:
         return True
     return _module(frame).partition(".")[0] in ("torch", "elastane", "threading", "contextlib")

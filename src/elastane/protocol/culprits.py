@@ -34,6 +34,7 @@ from elastane.protocol.ring import (
     ranks_of,
 )
 from elastane.protocol.verdicts import Kind, Verdict
+from elastane.protocol.words import UNKNOWN_PLACE
 
 # A worker computes if its main thread ran, or could have run, in this share of the samples.
 BUSY_SHARE = 0.7
@@ -513,7 +514,8 @@ def _has(ranks: Sequence[int]) -> str:
 
 def _doing(worker: StandstillEvidence, kind: Kind) -> str:
     """Return what a culprit does instead of its next collective, as a clause with its place."""
-    who, at = f"rank {worker.rank}", f" at {place_of(worker.where)}" if worker.where else ""
+    who, is_known = f"rank {worker.rank}", worker.where not in ("", UNKNOWN_PLACE)
+    at = f" at {place_of(worker.where)}" if is_known else ""
     file = f": {worker.facts.reads}" if worker.facts.reads else ""
     call = worker.calls[-1] if worker.calls else None
     last = f"; its last collective was {call.operation} ({call.site})" if call else ""
@@ -550,5 +552,5 @@ def place_of(where: str) -> str:
 def _places(workers: Iterable[StandstillEvidence]) -> str:
     places: dict[str, list[int]] = {}
     for each in sorted(workers, key=lambda each: each.rank):
-        places.setdefault(each.where or "an unknown place", []).append(each.rank)
+        places.setdefault(each.where or UNKNOWN_PLACE, []).append(each.rank)
     return ", ".join(f"{ranks_text(ranks)} in {where}" for where, ranks in places.items())

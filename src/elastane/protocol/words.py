@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # The reasons for a restart begin so if workers have issued different collectives.
 OTHER_PROGRAM = "workers do not run the same program"
+# Where a worker is whose frames do not show it.
+UNKNOWN_PLACE = "an unknown place"
 
 
 def counted(number: int, noun: str) -> str:

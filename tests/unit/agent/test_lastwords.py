@@ -43,6 +43,32 @@ def test_both_stacks_of_the_thread_that_faulted_are_kept_and_the_name_comes_last
     ]
 
 
+WAITS_IN_PLACE = """Fatal Python error: Aborted
+
+Current thread 0x00007ff9 (most recent call first):
+  File "/lib/python3.11/threading.py", line 327 in wait
+  File "/site/elastane/synchrony/pending.py", line 255 in wait
+  File "/lib/python3.11/site-packages/torch/c10d.py", line 3 in all_reduce
+  File "/lib/python3.11/contextlib.py", line 81 in inner
+  File "/job/train.py", line 6 in main
+  File "/job/train.py", line 9 in <module>
+  File "/site/elastane/worker/unmodified.py", line 475 in _run
+  File "/site/elastane/process/zygote/child.py", line 178 in _run
+
+"""
+
+
+def test_the_stack_of_a_script_in_place_shows_its_own_frames_and_what_they_called():
+    assert crash_text(WAITS_IN_PLACE).splitlines() == [
+        "Python stack (most recent call last):",
+        '  File "/job/train.py", line 9 in <module>',
+        '  File "/job/train.py", line 6 in main',
+        '  File "/lib/python3.11/contextlib.py", line 81 in inner',
+        '  File "/lib/python3.11/site-packages/torch/c10d.py", line 3 in all_reduce',
+        "Fatal Python error: Aborted",
+    ]
+
+
 def test_the_main_thread_is_the_last_one_if_it_has_the_signal_and_waits_in_native_code():
     assert crash_text(WAITS) == crash_text(CRASH)
 

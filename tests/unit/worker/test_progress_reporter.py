@@ -14,7 +14,7 @@ DDP, C10D = "torch.nn.parallel.distributed", "torch.distributed.distributed_c10d
 IN_DDP = [(DDP, "forward"), (DDP, "_pre_forward"), (DDP, "_sync_buffers")]
 
 
-def frames_of(*calls):
+def frames_of(*calls, folder="/x"):
     """Return frames of functions that call one another, given by module and function name."""
     found = []
 
@@ -25,7 +25,7 @@ def frames_of(*calls):
     for module, name in reversed(calls):
         space = {"__name__": module, "inner": inner}
         code = compile(
-            f"def {name}():\n    inner()\n", f"/x/{module.rpartition('.')[2]}.py", "exec"
+            f"def {name}():\n    inner()\n", f"{folder}/{module.rpartition('.')[2]}.py", "exec"
         )
         exec(code, space)
         inner = space[name]
@@ -63,6 +63,14 @@ def test_a_long_place_is_cut_and_no_frame_is_no_error():
     told = frames.described(frames_of((USER, "f" * 300)))
     assert len(told) == WHERE_CHARS_MAX
     assert frames.described([]) == "an unknown place"
+
+
+def test_a_script_that_has_returned_to_elastane_is_at_no_place_of_the_user():
+    """In place, a script runs below a frame of elastane whose module has the name of the script."""
+    ours = frames_of((USER, "main"), (USER, "_show"), folder=frames.__file__.rpartition("/")[0])
+    assert frames.described(ours) == "an unknown place"
+    call = frames_of(("train", "main"))
+    assert frames.described([*call, *ours]) == "main (train.py:2, main)"
 
 
 def test_a_debugger_is_seen():
