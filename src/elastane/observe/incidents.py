@@ -387,6 +387,8 @@ def _ends_next_world(
 
 def _node_departed(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     incident = _of_world(history, event)
+    if incident is None and event.data.get("spare"):
+        return history  # No world ends with it, so that no later one would close an incident.
     if incident is None:
         age_s = event.measure("age_s")
         return _opened(

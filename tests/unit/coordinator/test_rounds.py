@@ -133,6 +133,19 @@ def test_a_spare_replaces_a_departed_node(pair):
     assert pair.assigned["b"].fence == Fence(2, 0)
 
 
+def test_the_departure_of_a_spare_is_logged_as_one_and_that_of_a_member_is_not(pair):
+    pair.join("spare")
+    pair.passes(10.0, alive=["a", "b", "spare"])
+    for node_id, alive in (("spare", "ab"), ("a", "b")):
+        pair.breaks(node_id)
+        pair.passes(0.2, alive=alive)
+    gone = [event for event in pair.events if event.kind is EventKind.NODE_DEPARTED]
+    assert [(one.node_id, one.data.get("spare", False)) for one in gone] == [
+        ("spare", True),
+        ("a", False),
+    ]
+
+
 def test_a_departure_is_noticed_at_once_and_costs_no_restart(elastic):
     elastic.breaks("a")
     elastic.passes(0.11, alive="b")

@@ -150,6 +150,16 @@ def test_a_lost_node_is_an_incident_and_one_that_asked_to_leave_is_a_change():
     assert (one.kind, one.title, one.world_after) == ("change", "b leaves", 2)
 
 
+def test_a_spare_that_departs_is_no_incident_and_the_next_failure_has_its_own():
+    """No world ends with a spare, so that an incident of it would wait for the next failure."""
+    departs = event("node-departed", "c", "silent for 3.0 s", round=1, attempt=0, spare=True)
+    view = play(settled(1, "a b", 4), departs)
+    assert view.incidents.listed == () and not needs_of(view)
+    view = after_event(view, exited(1, round=1, time_s=20.0))
+    [one] = view.incidents.listed
+    assert (one.kind, one.rank, one.node) == ("worker", 1, "a")
+
+
 def test_a_stall_lasts_until_the_next_step():
     stalled = play(settled(1, "a", 4), event("stall", round=1, attempt=0, time_s=50.0))
     assert stalled.incidents.current().state == "open"

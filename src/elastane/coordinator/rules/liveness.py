@@ -78,7 +78,8 @@ def depart(state: State, node: KnownNode, why: str) -> None:
         # It had asked to leave, and went without waiting for its release.
         state.log(EventKind.NODE_RELEASED, node.leaving, node.id)
     else:
-        state.log(EventKind.NODE_DEPARTED, why, node.id, age_s=age_s)
+        spare = {} if member and has_world else {"spare": True}
+        state.log(EventKind.NODE_DEPARTED, why, node.id, age_s=age_s, **spare)
     if not (member and has_world):
         return
     ensure_incident(state, f"node {node.id} departed: {why}", age_s).blame_departure(node.id)
