@@ -172,6 +172,12 @@ def test_rules_for_exit_codes_belong_to_the_policy_of_that_name():
         assert [one.path for one in found] == [f"{WORKER}.restartPolicy"]
 
 
+def test_a_contradiction_hides_no_other_mistake():
+    spec = spec_of(backoffLimit=3, runPolicy={"backoffLimit": 4}, minReplicas=9, maxReplicas=8)
+    found = [one.path for one in wrongs(spec, name="Not-A-Name")]
+    assert found == ["metadata.name", "spec.runPolicy.backoffLimit", "spec.minReplicas"]
+
+
 @pytest.mark.parametrize(
     "endpoint",
     [

@@ -105,15 +105,17 @@ def is_managed_elsewhere(job: ElasticJob) -> bool:
 
 def read(job: ElasticJob) -> SettingsReading:
     """Return the settings of the job's spec, or its faults."""
-    raw, wrong = merged_policy(job.spec)
-    wrong = [*wrong_name(job.metadata.name), *wrong, *wrong_types(raw)]
-    if not wrong:
-        spec = msgspec.convert(raw, ElasticJobSpec)
-        template = spec.replica_specs.Worker.template
-        wrong = [*wrong_relations(spec, job.metadata.name), *wrong_template(template)]
-        if not wrong:
-            return SettingsReading(settings=_settled(spec))
-    return SettingsReading(settings=None, wrong=tuple(wrong))
+    raw, contradictions = merged_policy(job.spec)
+    wrong = [*wrong_name(job.metadata.name), *contradictions]
+    types = wrong_types(raw)
+    if types:
+        return SettingsReading(settings=None, wrong=(*wrong, *types))
+    spec = msgspec.convert(raw, ElasticJobSpec)
+    template = spec.replica_specs.Worker.template
+    wrong += [*wrong_relations(spec, job.metadata.name), *wrong_template(template)]
+    if wrong:
+        return SettingsReading(settings=None, wrong=tuple(wrong))
+    return SettingsReading(settings=_settled(spec))
 
 
 def _settled(spec: ElasticJobSpec) -> JobSettings:
