@@ -6,7 +6,7 @@ import pytest
 from elastane.errors import WireError
 from elastane.protocol import wire
 from elastane.protocol.limits import FRAME_BYTES_MAX, HANDSHAKE_BYTES_MAX
-from elastane.protocol.messages import Alive, Failed, Heartbeat, Join, Leave
+from elastane.protocol.messages import Alive, Failed, Heartbeat, Join, Leave, Probe, ProbeResult
 from elastane.protocol.model import Failure, Fence, JobSpec, NodeSpec, PortOffer, Versions
 from elastane.protocol.wire import MAGIC, ClientHandshake, ServerHandshake, derive_secret
 
@@ -202,6 +202,23 @@ def test_a_proven_peer_that_sends_no_message_is_refused_as_such(body):
     receiver = coordinator.codec()
     receiver.feed(sender.encode(body))
     assert refusal(receiver.next).slug == "bad-message"
+
+
+def test_probes_of_another_version_are_read_as_far_as_they_are_known():
+    agent, coordinator = shake(client(), server())
+    probe = Probe("10.0.0.2", 7001, 1)
+    for sender, receiver, message, field, plain in (
+        (coordinator, agent, Alive(True, (probe,)), "probes", Alive(True)),
+        (agent, coordinator, Heartbeat(probed=(ProbeResult(probe, True),)), "probed", Heartbeat()),
+    ):
+        newer = msgspec.to_builtins(message)
+        newer[field] = [each | {"family": "inet6", "tries": [1, 2]} for each in newer[field]]
+        receiver.feed(sender.encode(newer | {"of_a_newer_version": {"x": 1}}))
+        assert receiver.next() == message
+        older = msgspec.to_builtins(message)
+        del older[field]
+        receiver.feed(sender.encode(older))
+        assert receiver.next() == plain
 
 
 def test_keys_and_secrets_are_not_in_any_repr():

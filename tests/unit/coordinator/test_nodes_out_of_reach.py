@@ -16,6 +16,7 @@ from elastane.protocol.messages import (
     Close,
     Drain,
     Heartbeat,
+    Holding,
     Interrupt,
     Lost,
     Prepare,
@@ -55,6 +56,11 @@ def let_in(job, node_id, others):
     """Let the pause of a node pass, and the others reach the boundary where it joins."""
     job.inbox.clear()
     job.passes(3.0, alive=[*others, node_id])
+    reach_boundary(job, node_id, others)
+
+
+def reach_boundary(job, node_id, others):
+    """Let the others reach the boundary of the drain at which a node joins."""
     for other in others:
         job.marks(other, 5)
     for other in others:
@@ -216,6 +222,31 @@ def test_an_answer_to_an_earlier_question_counts_for_nothing():
         job.says(node_id, Heartbeat(probed=tuple(ProbeResult(p, False) for p in asked)))
     job.passes(2 * LEFT_OUT_FIRST_S + 10, alive="abc")
     assert readmitted(job) == ["c", "c"]
+
+
+def test_a_new_coordinator_finds_the_cut_as_the_first_did_and_the_node_comes_back_at_no_charge():
+    before = apart()
+    job = Driver(before.spec, before.persisted[-1], store_backed=True)
+    job.assigned = dict(before.assigned)
+    for node_id in "abc":
+        held = Holding(
+            assignment=job.assigned[node_id], state="running", able=(0, 1), in_place=True
+        )
+        job.join(node_id, holding=held)
+    job.passes(2.0, alive="abc")
+    assert members(before) == ["a", "b"] and kinds(job, "a")[-1] is Drain, "c is not known as cut"
+    reach_boundary(job, "c", "ab")
+    assert members(job) == ["a", "b", "c"]
+    for node_id, others in (("a", ()), ("b", "c"), ("c", "b")):
+        stands(job, node_id, *others)
+    able(job, "a", "b", "c")
+    assert members(job) == ["a", "b"]
+    for node_id in "bc":
+        finds(job, node_id, answers=True)
+    assert readmitted(job) == ["c"]
+    let_in(job, "c", "ab")
+    assert members(job) == ["a", "b", "c"] and job.persisted[-1].restarts_used == 0
+    assert Stop not in [kind for node_id in "abc" for kind in kinds(job, node_id)]
 
 
 def test_a_firewall_that_refuses_connections_would_answer_a_probe_so_none_is_made():
