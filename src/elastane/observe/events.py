@@ -357,7 +357,9 @@ def _without_most_counts(lines: Iterable[bytes]) -> Iterator[bytes]:
             if line.startswith(_SAVED, kind_at):
                 yield line
             continue
-        kind = next((kind for kind in _COUNTS if line.startswith(kind, kind_at)), b"")
+        kind = b""
+        if line.startswith(_COUNTS, kind_at):
+            kind = _PACE if line.startswith(_PACE, kind_at) else _PROGRESS
         is_count = bool(kind) and line.endswith(_LINE_END)
         if is_count and kind == of and is_past:
             left.append(line)
@@ -385,7 +387,8 @@ def _steps_of(line: bytes) -> int:
 _TIME = b'"time_s":'
 _KIND = b'"kind":"'
 _PACE = f'{EventKind.PACE.value}"'.encode()
-_COUNTS = (f'{EventKind.PROGRESS.value}"'.encode(), _PACE)
+_PROGRESS = f'{EventKind.PROGRESS.value}"'.encode()
+_COUNTS = (_PROGRESS, _PACE)
 _SAVED = f'{EventKind.CHECKPOINT_SAVED.value}"'.encode()
 _BESIDE = (_SAVED, f'{EventKind.STEP_TIMES.value}"'.encode())
 _LINE_END = b"}\n"

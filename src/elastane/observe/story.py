@@ -14,7 +14,7 @@ import msgspec
 from elastane.observe.events import TIME_MAX_S, LoggedEvent, iso_time
 from elastane.observe.runs import RunTrack
 from elastane.protocol.diagnosis import headline, is_signal_from_outside
-from elastane.protocol.log_events import MEASURED, EventKind
+from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
 from elastane.protocol.patterns import Pattern, class_of
 
@@ -401,6 +401,10 @@ _OF_JOB: dict[str, Callable[[JobStory, LoggedEvent], None]] = {
 }
 
 
+# Events of these kinds change a story; of others it has only the last one.
+_TOLD = frozenset({*_OF_JOB, *_OF_ATTEMPT, EventKind.AGENT_STARTED, EventKind.AGENT_STOPPED})
+
+
 def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     """Return the story of the newest run in the events, which may come in any order of hosts."""
     story = JobStory(job=job, log_dir=log_dir)
@@ -410,9 +414,7 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     runs = RunTrack()
     event: LoggedEvent | None = None
     for event in events:
-        # Most events of a long job are step counts, and a story has only the last one.
-        is_count = event.kind in MEASURED
-        if is_count and (event.round, event.attempt) in table:
+        if event.kind not in _TOLD and (event.round, event.attempt) in table:
             continue
         runs, is_first = runs.after(event, is_over=bool(story.ended))
         if is_first:
