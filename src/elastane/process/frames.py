@@ -33,6 +33,7 @@ _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 
 # A script that recovers in place runs below a frame of ours whose module is named __main__.
 _OURS = f"{PurePath(__file__).parents[1]}/"
+_EXAMPLES = f"{_OURS}examples/"  # scripts like those of a user
 
 _FRAMES_MAX = 1000
 
@@ -58,7 +59,7 @@ def described(frames: Sequence[FrameType]) -> str:
             what = _called(inner_frames) or frame.f_code.co_name
             return f"{what} ({place}, {frame.f_code.co_name})"[:WHERE_CHARS_MAX]
         inner_frames.append(frame)
-    is_ours = bool(inner_frames) and inner_frames[-1].f_code.co_filename.startswith(_OURS)
+    is_ours = bool(inner_frames) and _is_ours(inner_frames[-1].f_code.co_filename)
     return (_called(inner_frames, is_ours=is_ours) or UNKNOWN_PLACE)[:WHERE_CHARS_MAX]
 
 
@@ -82,11 +83,15 @@ def _called(inner_frames: Sequence[FrameType], *, is_ours: bool = False) -> str:
 
 def _is_ours_or_torchs(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    if file.startswith(_OURS):
+    if _is_ours(file):
         return True
     if file.startswith(("<frozen ", _STANDARD)) and "/site-packages/" not in file:
         return True
     return _module(frame).partition(".")[0] in ("torch", "elastane", "threading", "contextlib")
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OURS) and not file.startswith(_EXAMPLES)
 
 
 def _module(frame: FrameType) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,12 @@ def test_a_script_that_has_returned_to_elastane_is_at_no_place_of_the_user():
     assert frames.described(ours) == "an unknown place"
     call = frames_of(("train", "main"))
     assert frames.described([*call, *ours]) == "main (train.py:2, main)"
+
+
+def test_an_example_of_the_package_is_a_script_of_the_user():
+    folder = Path(frames.__file__).parents[1] / "examples"
+    told = frames.described(frames_of((USER, "main"), ("elastane.worker.step", "x"), folder=folder))
+    assert told == "x (__main__.py:2, main)"
 
 
 def test_a_debugger_is_seen():
