@@ -154,8 +154,9 @@ class HangMonitor:
 
     async def _tell_error(self, worker: LocalWorker, lived_s: float) -> None:
         words = await worker.last_words(self._setup)
-        error = without_noise(headline(words.message))
-        self._standstill.describe_end(worker, error or "an error", lived_s)
+        # The output of one that has called sys.exit(1) need not have to do with that.
+        error = "" if words.output else without_noise(headline(words.message))
+        self._standstill.describe_end(worker, error, lived_s)
 
     def _end_after_error(self, worker: LocalWorker) -> None:
         process, limit_s = worker.process, self._endings.limit_s

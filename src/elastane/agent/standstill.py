@@ -120,7 +120,7 @@ class StandstillWatch:
             self._post.culprit(hung_alone(evidence, reason), self._still_s)
 
     def describe_end(self, worker: LocalWorker, error: str, lived_s: float) -> None:
-        """Report that a worker lives on after this error."""
+        """Report that a worker lives on after this error; "": a failure without a text."""
         evidence = self._evidence(worker, self._rules.now_s)
         verdict = ends_slowly(evidence, error, lived_s, self._limit_s)
         if verdict is not None:

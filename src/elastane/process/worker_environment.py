@@ -26,8 +26,6 @@ _PER_WORKER = (
 )
 # The module that runs an unmodified script, with its path and arguments (`--in-place`).
 RUN_IN_PLACE = "elastane.worker.unmodified"
-# A local variable of its frame that runs the script: tracebacks of the script begin below it.
-STARTS_SCRIPT = "_elastane_starts_script"
 # Its option, before the script's path.
 RANKS_MAY_CHANGE = "--ranks-may-change"
 # Variables for a worker's rank in its world. A worker that waits for an assignment has none.

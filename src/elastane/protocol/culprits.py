@@ -252,13 +252,17 @@ def hung_alone(worker: StandstillEvidence, reason: str) -> Verdict:
 def ends_slowly(
     worker: StandstillEvidence, error: str, since_s: float, limit_s: float
 ) -> Verdict | None:
-    """Return the verdict about a worker that raised `error` and lives; None if it has ended."""
+    """Return the verdict about a worker that raised `error` and lives; None if it has ended.
+
+    `error` is "" if the program ended with an exit code or was interrupted.
+    """
     kind = _Case({worker.rank: worker}, {}).kind(worker.rank)
     if kind is Kind.ENDED:
         return None
     who = f"rank {worker.rank} on node {worker.node_id}"
+    failed = f"raised {error[:_ERROR_CHARS_MAX]}" if error else "ended its program as failed"
     text = (
-        f"{who} raised {error[:_ERROR_CHARS_MAX]}; its process has not ended {since_s:.1f} s later,"
+        f"{who} {failed}; its process has not ended {since_s:.1f} s later,"
         f" and its agent ends it after {limit_s:g} s; {_doing(worker, kind)}"
     )
     return Verdict(

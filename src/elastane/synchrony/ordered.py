@@ -43,6 +43,7 @@ from elastane.comms.untraced import (
 )
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
+from elastane.process.program_end import is_failure
 from elastane.protocol.words import OTHER_PROGRAM
 from elastane.synchrony import callsites, newcomers
 from elastane.synchrony.calls import Call, ProgramStage, bucket_call, call_of, holds_counts
@@ -1070,8 +1071,7 @@ class OrderedGroup(ElasticGroup):
 def _fails() -> bool:
     """Whether this thread handles an exception, other than the end of a program that ends well."""
     error = sys.exc_info()[1]
-    is_good_end = isinstance(error, SystemExit) and error.code in (0, None)
-    return error is not None and not is_good_end
+    return error is not None and is_failure(error)
 
 
 def _number(world: WorldGroup) -> tuple[int, int]:

@@ -23,8 +23,8 @@ from typing import Any
 
 from elastane.errors import ConfigurationError, ElastaneError
 from elastane.process import called
-from elastane.process.called import run_and_leave
 from elastane.process.files import write_atomic
+from elastane.process.program_end import is_failure, run_and_leave
 from elastane.process.status_page import report_error
 from elastane.worker.record import ErrorFileHandler
 
@@ -100,7 +100,7 @@ def _call(folder: Path) -> None:
     try:
         value = fn(*args, **kwargs)
     except SystemExit as stop:
-        if stop.code not in (0, None):
+        if is_failure(stop):
             raise
     if "RANK" in os.environ:
         # A worker that recovers in place may have entered other worlds since.

@@ -22,6 +22,7 @@ from elastane.process.errorfile import (
     write_content,
     write_error_file,
 )
+from elastane.process.program_end import is_failure
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,7 +107,7 @@ def record(fn: Any = None, error_handler: Handler | None = None) -> Any:
             try:
                 return main(*args, **kwargs)
             except SystemExit as error:
-                if error.code in (0, None):
+                if not is_failure(error):
                     return None
                 raise
             except Exception as error:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib.machinery
 import os
 import runpy
@@ -23,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -35,8 +34,8 @@ from torch.distributed.algorithms.join import Join
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
 from elastane.process import collectives
-from elastane.process.called import leave
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
+from elastane.process.program_end import below_frames_of, is_failure, leave_by, leave_error
 from elastane.process.status_page import finish_before_park
 from elastane.process.worker_environment import RANKS_MAY_CHANGE
 from elastane.protocol.hangs import Activity
@@ -406,15 +405,11 @@ def _refusal(what: str, expected: str) -> ConfigurationError:
 
 def _leave(worker: UnmodifiedWorker) -> None:
     """At the exit of the interpreter: leave with the others, unless the script failed."""
-    if not _ended_badly():
+    if not _failure:
         worker.leave()
 
 
-_failure: list[object] = []
-
-
-def _ended_badly() -> bool:
-    return bool(_failure)
+_failure: list[BaseException] = []
 
 
 def main(argv: list[str]) -> None:
@@ -422,38 +417,21 @@ def main(argv: list[str]) -> None:
     may_change = argv[0] == RANKS_MAY_CHANGE
     install(keeps_ranks=not may_change)
     argv = argv[may_change:]
+    pid = os.getpid()
     try:
         _run(argv)
-    except SystemExit as error:
-        if error.code not in (0, None):
-            _failure.append(error.code)
-            if isinstance(error.code, int):
-                leave(error.code & 0xFF)
-        raise
     except BaseException as error:
+        if not is_failure(error):
+            raise
+        # The thread that delivers collectives still waits for the others. Once these are gone it
+        # would call the interpreter in its teardown.
         _failure.append(error)
-        if isinstance(error, Exception):
-            sys.excepthook = functools.partial(_show_and_leave, sys.excepthook)
-        raise
-
-
-def _show_and_leave(
-    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
-) -> None:
-    """End the process after its error was shown, without the interpreter's teardown.
-
-    The thread that delivers collectives still waits for the others. Once these are gone it would
-    call the interpreter in its teardown: an end by SIGABRT, with a hundred lines of stacks.
-    """
-    show(kind, error, trace)
-    leave(1)
+        below = below_frames_of(__file__, error.__traceback__)
+        leave_error(error.with_traceback(below), pid, os.environ)
+        leave_by(error)
 
 
 def _run(argv: list[str]) -> None:
-    _elastane_starts_script = True  # STARTS_SCRIPT: an error's traceback begins below this frame
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
         sys.path[0] = os.getcwd()  # noqa: PTH109 - as `python -m` does

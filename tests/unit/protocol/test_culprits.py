@@ -16,6 +16,7 @@ from elastane.protocol.culprits import (
     Reports,
     StandstillEvidence,
     StandstillRules,
+    ends_slowly,
     hung_alone,
     is_shown,
     judge,
@@ -291,6 +292,14 @@ def test_a_worker_that_hangs_alone_is_described_by_what_it_does(kind):
     found = hung_alone(standing, "no progress for 20.1 s")
     assert (found.kind, found.ranks, found.ends) == (kind, (3,), (3,))
     assert found.sentence.startswith("rank 3 on node a hangs, no progress for 20.1 s; rank 3 ")
+
+
+def test_a_worker_that_lives_on_is_named_with_its_error_or_with_none():
+    still = StandstillEvidence(rank=3, node_id="a", facts=ProcessFacts(state="S"))
+    raised, ended = (ends_slowly(still, error, 2.0, 60.0) for error in ("KeyError: 'x'", ""))
+    assert raised.sentence.startswith("rank 3 on node a raised KeyError: 'x'; its process has not")
+    assert ended.sentence.startswith("rank 3 on node a ended its program as failed; its process")
+    assert {raised.kind, ended.kind} == {Kind.RAISED}
 
 
 class Looks:

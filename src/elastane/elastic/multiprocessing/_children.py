@@ -33,9 +33,9 @@ from elastane.elastic.multiprocessing.errors import record
 from elastane.errors import ConfigurationError
 from elastane.functions.payload import name_of
 from elastane.process import called
-from elastane.process.called import run_and_leave
 from elastane.process.kernel import die_with_parent
 from elastane.process.numa import bind
+from elastane.process.program_end import run_and_leave
 from elastane.process.topology import read_topology
 from elastane.worker.call import load_of_main, pickled_result
 

@@ -28,12 +28,11 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, TextIO
 
 from elastane.process import collectives
-from elastane.process.errorfile import write_error_file
 from elastane.process.execspawn import RUN_PATH_CODE, command_line
 from elastane.process.kernel import show_program
 from elastane.process.process import WorkerCommand
-from elastane.process.status_page import PAGE_FD_VARIABLE, WorkerPage, report_error
-from elastane.process.worker_environment import STARTS_SCRIPT
+from elastane.process.program_end import below_frames_of, is_failure, leave_error
+from elastane.process.status_page import PAGE_FD_VARIABLE, WorkerPage
 from elastane.process.zygote.early import EarlyModules, Imported, ImportNotes
 
 
@@ -240,9 +239,9 @@ def _with_own_frames_hidden(program: Callable[[], None]) -> Callable[[], None]:
         try:
             program()
         except SystemExit as error:
-            if isinstance(error.code, str):  # sys.exit("why"): the text is the error
-                _leave_error_file(error.with_traceback(_below_own_frames(error.__traceback__)))
-                _report_error(pid)
+            if is_failure(error):
+                below = below_frames_of(__file__, error.__traceback__)
+                leave_error(error.with_traceback(below), pid, os.environ)
             raise
         except BaseException:
             _hide_own_frames(pid)
@@ -252,37 +251,20 @@ def _with_own_frames_hidden(program: Callable[[], None]) -> Callable[[], None]:
 
 
 def _hide_own_frames(pid: int) -> None:
-    """Call the excepthook with the script's frames only; the interpreter ends as always."""
+    """Call the excepthook with the script's frames only; the interpreter ends as always.
+
+    The error is left for the agent before the interpreter's teardown, which takes 0.3 s with torch,
+    so that the error file has the time of the error.
+    """
     hook = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, full: TracebackType | None) -> None:
         sys.excepthook = hook
-        error.__traceback__ = sys.last_traceback = _below_own_frames(full)
-        _leave_error_file(error)
-        if not isinstance(error, KeyboardInterrupt):
-            _report_error(pid)
+        error.__traceback__ = sys.last_traceback = below_frames_of(__file__, full)
+        leave_error(error, pid, os.environ)
         hook(kind, error, error.__traceback__)
 
     sys.excepthook = show
-
-
-def _report_error(pid: int) -> None:
-    """Report the error unless this is a child that the worker, of this process id, has forked."""
-    if os.getpid() == pid:
-        report_error(os.environ)
-
-
-def _leave_error_file(error: BaseException) -> None:
-    """Write the error that ended the script for the agent, unless the script's `record` has.
-
-    It is written before the interpreter's teardown, which takes 0.3 s with torch, so that the file
-    has the time of the error.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or isinstance(error, KeyboardInterrupt) or Path(path).exists():
-        return
-    with contextlib.suppress(OSError):  # the traceback is on stderr as well
-        write_error_file(path, error)
 
 
 def _watch_fatal_signals() -> None:
@@ -298,14 +280,3 @@ def _watch_fatal_signals() -> None:
         signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT) or signal.SIG_DFL)
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed
         faulthandler.enable(file=2, all_threads=True)
-
-
-def _below_own_frames(full: TracebackType | None) -> TracebackType | None:
-    """Return the script's part: below this module, and below what `--in-place` puts before it."""
-    below, here = full, full
-    while here is not None:
-        frame = here.tb_frame
-        if frame.f_code.co_filename == __file__ or STARTS_SCRIPT in frame.f_locals:
-            below = here.tb_next
-        here = here.tb_next
-    return below
