@@ -106,6 +106,9 @@ class ElasticGroup(ProcessGroup):
         `interrupted`: since it was called for that, the program sees another world.
         """
 
+    def asked_size(self) -> None:
+        """Record that the script has asked a framework for the world size."""
+
     def guard_by(self, guard: Callable[[str], None]) -> None:
         """Call `guard` with the name of each of torch's operations before it; it may refuse it."""
         self._guard = guard

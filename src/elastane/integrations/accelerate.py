@@ -12,7 +12,7 @@ import importlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from elastane.integrations.versions import require_known
 from elastane.process import environment
@@ -51,10 +52,14 @@ def adopt(name: str, world: VisibleWorld) -> None:
                 shared.update(num_processes=world.size, process_index=world.rank)
 
     world.on_change(follow)
+    for state in _STATES:
+        _notice_questions(getattr(states, state), world)
+    _go_first_alone(states.PartialState, world)
     operations: Any = importlib.import_module(f"{name}.utils.operations")
     for gather in ("_gpu_gather", "_gpu_gather_object"):
         world.make_whole(operations, gather)
     _reduce_again(package.Accelerator, world)
+    _notice_counts(package.Accelerator, world)
     _gather_each_sample_once(package.Accelerator, operations, world)
     _save_again(package.Accelerator, world)
     _load_one_phase(name)
@@ -79,6 +84,69 @@ def in_use(name: str) -> bool:
     """
     states: Any = importlib.import_module(f"{name}.state")
     return bool(states.PartialState._shared_state)
+
+
+def _notice_questions(owner: Any, world: VisibleWorld) -> None:
+    """Let `world` know of each read of the size that a script multiplies its loss by."""
+
+    def read(self: Any) -> int:
+        try:
+            size: int = self.__dict__["num_processes"]
+        except KeyError:
+            raise AttributeError("num_processes") from None
+        world.asked_size()
+        return size
+
+    def write(self: Any, size: int) -> None:
+        self.__dict__["num_processes"] = size
+
+    owner.num_processes = property(read, write)
+
+
+def _notice_counts(owner: Any, world: VisibleWorld) -> None:
+    """Let `world` know of each count that a script gathers, and may divide its loss by."""
+    gather: Callable[..., Any] = owner.gather
+
+    @functools.wraps(gather)
+    def gather_counts(self: Any, tensor: Any) -> Any:
+        is_metric = sys._getframe(1).f_code.co_name == "gather_for_metrics"
+        if is_metric or not dist.is_initialized():
+            return gather(self, tensor)
+        return world.gathered(lambda: gather(self, tensor), tensor)
+
+    owner.gather = gather_counts
+
+
+def _go_first_alone(owner: Any, world: VisibleWorld) -> None:
+    """Let another worker go first if the first one is lost in a block of `main_process_first`.
+
+    On one node `local_main_process_first` is the same. On several, each has a first one.
+    """
+
+    def alone(run: Callable[..., AbstractContextManager[None]], *, local: bool) -> Any:
+        @contextmanager
+        def go(self: Any) -> Iterator[None]:
+            with first_alone(world, lambda: run(self), local=local):
+                yield
+
+        return functools.wraps(run)(go)
+
+    owner.main_process_first = alone(owner.main_process_first, local=False)
+    owner.local_main_process_first = alone(owner.local_main_process_first, local=True)
+
+
+@contextmanager
+def first_alone(
+    world: VisibleWorld, run: Callable[[], AbstractContextManager[None]], *, local: bool
+) -> Iterator[None]:
+    """Run the block on rank 0 and then on the others; by `run` where each node has a first one."""
+    has_more_nodes = environment.get("GROUP_WORLD_SIZE", "1") != "1"
+    if not dist.is_initialized() or (local and has_more_nodes):
+        with run():
+            yield
+    else:
+        with world.first_alone():
+            yield
 
 
 def mean_of_members(reduce: Callable[..., Any], *args: Any) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from elastane.errors import ConfigurationError
-from elastane.integrations.accelerate import prints_for_node
+from elastane.integrations.accelerate import first_alone, prints_for_node
 from elastane.integrations.versions import require_known
 from elastane.synchrony.visible import VisibleWorld
 
@@ -35,6 +36,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
     trainer.distributed_broadcast_scalars = helpers.distributed_broadcast_scalars
     world.make_whole(trainer.Trainer, "_save_checkpoint", waits=True)
     log_by_each_rank_0(trainer.Trainer)
+    let_one_go_first(trainer.TrainingArguments, world)
     end_at_last_step(trainer.Trainer)
     refuse_split_groups(trainer.Trainer)
 
@@ -58,6 +60,18 @@ def log_by_each_rank_0(owner: Any) -> None:
         return update(self, *args, **kwargs)
 
     owner._maybe_log_save_evaluate = log_save_evaluate
+
+
+def let_one_go_first(owner: Any, world: VisibleWorld) -> None:
+    """Let another worker go first if the first one is lost in a block of `main_process_first`."""
+    run: Callable[..., AbstractContextManager[None]] = owner.main_process_first
+
+    @contextmanager
+    def main_process_first(self: Any, local: bool = True, desc: str = "work") -> Iterator[None]:
+        with first_alone(world, lambda: run(self, local, desc), local=local):
+            yield
+
+    owner.main_process_first = functools.wraps(run)(main_process_first)
 
 
 def refuse_split_groups(owner: Any) -> None:

@@ -117,6 +117,10 @@ class GroupHost(Protocol):
         """Whether the program uses a framework that adapts to each new rank and world size."""
 
     @property
+    def has_own_loop(self) -> bool:
+        """Whether the program has a loop of its own, though a framework follows changes."""
+
+    @property
     def saves_together(self) -> bool:
         """Whether a framework saves for the program, and repeats a lost save on another worker."""
 
@@ -241,7 +245,7 @@ class OrderedGroup(ElasticGroup):
     def watch_variables(self) -> None:
         """Count the script's reads of RANK and WORLD_SIZE as questions, where these may change."""
         if not self._member.keeps_ranks:
-            watch_variables({"RANK": self._asked_rank, "WORLD_SIZE": self._asked_size})
+            watch_variables({"RANK": self._asked_rank, "WORLD_SIZE": self.asked_size})
 
     @property
     def has_joined(self) -> bool:
@@ -329,12 +333,18 @@ class OrderedGroup(ElasticGroup):
         Under --ranks-may-change it asks for the size of each world, before or after its sums.
         """
         if (why := self._sizes.why_not_updated()) and self._may_keep_size:
-            self._host.restart(why)
+            self._restart_for_size(why)
 
     @property
     def _may_keep_size(self) -> bool:
         """Whether the size that the program sees changes, and nothing else tells it so."""
-        return not (self._member.keeps_ranks or self.is_shared or self._host.follows)
+        if self._host.follows:
+            return self._host.has_own_loop and not self.is_shared
+        return not (self._member.keeps_ranks or self.is_shared)
+
+    def _restart_for_size(self, why: str) -> NoReturn:
+        other = "" if self._host.follows else "start it without --ranks-may-change, or "
+        self._host.restart(f"{why}: {other}ask for the size after the sum")
 
     def _made_step(self) -> None:
         """Record that the program has made a step of an optimizer."""
@@ -384,8 +394,8 @@ class OrderedGroup(ElasticGroup):
         """Record that the script has asked for its rank."""
         self._reads.asked(self._units)
 
-    def _asked_size(self) -> None:
-        """Record that the script has asked for the world size."""
+    def asked_size(self) -> None:
+        """Record that the world size was asked for, unless a framework did it for itself."""
         if not is_of_framework(sys._getframe(1)):
             self._sizes.asked()
 
@@ -403,7 +413,7 @@ class OrderedGroup(ElasticGroup):
         """The world size, as the program sees it."""
         self._ask("the world size")
         if is_of_script(sys._getframe(1)):
-            self._asked_size()
+            self.asked_size()
         if self._outside is not None:
             return self._outside[1]
         return len(self._seen) or 1
@@ -583,7 +593,7 @@ class OrderedGroup(ElasticGroup):
     def _refuse_unasked_size(self) -> None:
         """Restart before gradients that may be of an old size are reduced."""
         if (why := self._sizes.why_not_reduced()) and self._may_keep_size:
-            self._host.restart(why)
+            self._restart_for_size(why)
 
     def _note_ratio(self, signature: Signature, stage: ProgramStage) -> None:
         """Restart before an evaluation gets sums over other numbers of members than it sees."""

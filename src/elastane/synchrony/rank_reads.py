@@ -26,7 +26,9 @@ _TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c1
 # Between a script and the mapping: os.getenv() and the methods of the abstract mapping.
 _READERS = frozenset(("os", "collections.abc", "_collections_abc"))
 # Packages that ask for the world size to divide sums of their own.
-_FRAMEWORKS = ("lightning.fabric.", "lightning_fabric.", "torchmetrics.")
+_FRAMEWORKS = ("accelerate.", "lightning.fabric.", "lightning_fabric.", "torchmetrics.")
+# Their properties for the size, by which a script asks.
+_SIZES = ("num_processes", "world_size")
 
 
 class RankReads:
@@ -73,11 +75,11 @@ def is_of_script(frame: FrameType | None) -> bool:
 
 
 def is_of_framework(frame: FrameType | None) -> bool:
-    """Whether Fabric or torchmetrics asks for itself, and not for the script by `world_size`."""
+    """Whether a framework asks for itself, and not for the script by its own property."""
     while frame is not None and (
         _module(frame).startswith(("torch.", "elastane."))
         or _module(frame) in _READERS
-        or (_module(frame).startswith(_FRAMEWORKS) and frame.f_code.co_name == "world_size")
+        or (_module(frame).startswith(_FRAMEWORKS) and frame.f_code.co_name in _SIZES)
     ):
         frame = frame.f_back
     return frame is not None and _module(frame).startswith(_FRAMEWORKS)

@@ -72,6 +72,5 @@ class SizeReads:
         sums = "gradients" if what is OwnSum.GRADIENTS else "counts"
         return (
             f"the script sums {sums} itself, and has not asked for the world size"
-            " between the world's change and its use; it may divide by the size before: start it"
-            " without --ranks-may-change, or ask for the size after the sum"
+            " between the world's change and its use; it may divide by the size before"
         )

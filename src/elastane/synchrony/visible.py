@@ -124,6 +124,25 @@ class VisibleWorld:
             group.counted(interrupted=self._changes != before)
         return result
 
+    def gathered(self, call: Callable[[], T], data: object) -> T:
+        """Return `call()`, which gathers `data` for the script by functions that are made whole.
+
+        The script may sum what it gets. So one number of each member counts as a sum in `reduced`,
+        if it is an integer or a whole float that is no rounded loss.
+        """
+        group, before = c10d._get_default_group(), self._changes
+        is_count = _is_one_count([*_leaves(data)])
+        result = call()
+        if is_count and isinstance(group, ElasticGroup):
+            group.counted(interrupted=self._changes != before)
+        return result
+
+    def asked_size(self) -> None:
+        """Record that the script, or a framework for itself, has read the size of this world."""
+        group = c10d._get_default_group() if dist.is_initialized() else None
+        if isinstance(group, ElasticGroup):
+            group.asked_size()
+
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
         """Run the block on rank 0, then on all others.
@@ -162,6 +181,17 @@ class VisibleWorld:
 
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(called) if is_static else called)
+
+
+# A loss of these types is often a whole number.
+_ROUNDED = (torch.float16, torch.bfloat16)
+
+
+def _is_one_count(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether these are one number above zero, as a count of tokens is."""
+    if len(leaves) != 1 or leaves[0].numel() != 1 or leaves[0].dtype in _ROUNDED:
+        return False
+    return holds_counts(leaves) and bool(leaves[0] > 0)
 
 
 def _leaves(data: object) -> Iterator[torch.Tensor]:

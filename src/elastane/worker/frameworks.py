@@ -53,6 +53,14 @@ class Frameworks:
         return self._uses_any(_FOLLOWING)
 
     @property
+    def leave_loop(self) -> bool:
+        """Whether the framework in use leaves the loop to the script, as Accelerate does.
+
+        A Trainer of Transformers asks Accelerate for the size after each sum.
+        """
+        return "transformers.trainer" not in self._adopted and self._uses_any(("accelerate",))
+
+    @property
     def save_together(self) -> bool:
         """Whether a framework makes all saves of the script, by all workers together."""
         return self._uses_any(_SAVING_TOGETHER)

@@ -176,6 +176,11 @@ class UnmodifiedWorker:
         return self._frameworks.in_use
 
     @property
+    def has_own_loop(self) -> bool:
+        """Whether the script has a loop of its own, though a framework follows changes."""
+        return self._frameworks.leave_loop
+
+    @property
     def saves_together(self) -> bool:
         """Whether the script saves by a framework of which another worker saves again."""
         return self._frameworks.save_together

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from elastane.synchrony.operations import Identity, Signature, Site
 from elastane.synchrony.ordered import OrderedGroup, watch_futures
 from elastane.synchrony.pending import OrderedFuture
 from elastane.synchrony.rules import Switch, View
+from elastane.synchrony.visible import VisibleWorld
 
 A, B, C = (Identity(number) for number in (1, 2, 3))
 NUMBER = 7  # of each operation
@@ -149,6 +151,47 @@ def test_a_count_that_was_complete_before_the_world_shrank_is_of_the_size_before
     group.has_waited(NUMBER)
     shrink(group, NUMBER + 1)
     step(group)
+
+
+@pytest.mark.parametrize("is_trainer", [False, True])
+def test_a_loop_of_the_scripts_own_has_to_ask_a_framework_that_follows(monkeypatch, is_trainer):
+    group = group_of_three(monkeypatch, keeps_ranks=True, shrinks=False)
+    group._host.follows, group._host.has_own_loop = True, not is_trainer
+    shrink(group)
+    count(group)
+    if is_trainer:
+        reduce_gradients(group)
+        return
+    with pytest.raises(Restarted, match="the size before: ask for the size after the sum"):
+        reduce_gradients(group)
+    exec("group.asked_size()", {"__name__": "accelerate.scheduler", "group": group})
+    with pytest.raises(Restarted, match="sums counts itself"):
+        reduce_gradients(group)
+    exec("group.asked_size()", {"__name__": "train", "group": group})
+    reduce_gradients(group)
+
+
+GATHERED = [
+    (torch.tensor([5]), True),
+    (torch.tensor(5.0), True),
+    (torch.tensor(2.0, dtype=torch.bfloat16), False),
+    (torch.tensor(0.0), False),
+    (torch.tensor(0.7), False),
+    ([torch.tensor(1), torch.tensor(2)], False),
+]
+
+
+@pytest.mark.parametrize(("data", "is_count"), GATHERED)
+def test_one_number_of_each_member_is_a_count_unless_it_may_be_a_loss(monkeypatch, data, is_count):
+    group = group_of_three(monkeypatch)
+    group._layouts[1] = SimpleNamespace()
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: group)
+    assert VisibleWorld(restart).gathered(lambda: "gathered", data) == "gathered"
+    if is_count:
+        with pytest.raises(Restarted, match="sums counts itself"):
+            reduce_gradients(group)
+    else:
+        reduce_gradients(group)
 
 
 NO_COUNTS = [
