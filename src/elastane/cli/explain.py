@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,8 @@ def main(args: argparse.Namespace) -> int:
     accounting = LogAccount()
     events = accounting.through(decided(read_events(folder, all_counts=False)))
     story = story_of(folder.name, str(folder), events)
-    account = accounting.account()
+    runs_here = _runs_here(folder)
+    account = accounting.account(time.time() if runs_here else None)
     story.attempts = [
         one
         for one in story.attempts
@@ -77,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         found = {**msgspec.to_builtins(story), "account": account}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
-        told = story_lines(story, account, runs_here=_runs_here(folder))
+        told = story_lines(story, account, runs_here=runs_here)
         if account is None and story.attempts:
             told += account_lines(None)
         lines = (printable(line.expandtabs()) for line in told)

@@ -230,6 +230,9 @@ def test_a_job_whose_agent_runs_on_this_machine_is_said_to_run(tmp_path, monkeyp
         registry.write(replace(entry, log_dir=str(log_dir)))
         assert main(["explain", str(folder)]) == 0
         assert capsys.readouterr().out.startswith(f"job training: {says}")
+    main(["explain", str(folder), "--json"])
+    until_s = json.loads(capsys.readouterr().out)["account"]["to_s"]
+    assert until_s > START_S + 1000.0, "its account lasts until now, as in status"
 
 
 def test_a_failed_job_is_shown_with_its_exit_code():
