@@ -25,6 +25,15 @@ def test_an_evaluation_has_each_sample_of_the_workers_that_are_left_once(job, ki
     assert interrupted == [each for each in everything if each not in (10, 11, 18, 19)]
 
 
+def test_models_in_eval_are_evaluated_on_the_whole_dataset_in_its_order_after_a_loss(job):
+    assert job.said["in eval"] == [*range(20)]
+    assert job.said["rounds"] == 4, "10 batches for three workers"
+
+
+def test_a_loader_of_training_keeps_its_number_of_steps_also_for_models_in_eval(job):
+    assert job.said["rounds of training"] == 3, "10 batches for four workers"
+
+
 def test_a_save_that_a_loss_interrupts_is_made_again_under_its_own_number(job):
     assert job.said["numbers"] == 3
     kept = sorted(each.name for each in (job.folder / "checkpoints").iterdir())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
         world.make_whole(operations, gather)
     _reduce_again(package.Accelerator, world)
     _notice_counts(package.Accelerator, world)
+    _share_evaluations(package.Accelerator, world)
     _gather_each_sample_once(package.Accelerator, operations, world)
     _save_again(package.Accelerator, world)
     _load_one_phase(name)
@@ -177,6 +178,58 @@ def _reduce_again(owner: Any, world: VisibleWorld) -> None:
     owner.reduce = reduce_whole
 
 
+def _shard_of(loader: Any) -> Any:
+    """Return what deals the batches of a prepared loader to one process, or None."""
+    samplers = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    return next((each for each in samplers if hasattr(each, "process_index")), None)
+
+
+def _share_evaluations(owner: Any, world: VisibleWorld) -> None:
+    """Share the data of a prepared loader by the current world in each pass of an evaluation.
+
+    Scripts compare what they gather with the whole dataset, in its order. In an evaluation all
+    prepared models are in `eval()`; a loader whose batches were trained on keeps its shares, since
+    schedules of learning rates are made for its number of steps.
+    """
+    prepare: Callable[..., Any] = owner.prepare_data_loader
+    backward: Callable[..., None] = owner.backward
+    trained: WeakSet[Any] = WeakSet()
+
+    def share(accelerator: Any, loader: Any) -> None:
+        shard = _shard_of(loader)
+        if shard is None or loader in trained or not _evaluates(accelerator):
+            return
+        if not shard.split_batches or shard.batch_size % world.size == 0:
+            shard.num_processes, shard.process_index = world.size, world.rank
+
+    @functools.wraps(prepare)
+    def prepare_data_loader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(self, *args, **kwargs)
+        if (begin := getattr(prepared, "begin", None)) is not None:
+
+            def begin_shared() -> None:
+                share(self, prepared)
+                begin()
+
+            prepared.begin = begin_shared
+        return prepared
+
+    @functools.wraps(backward)
+    def backward_noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        if (loader := self.gradient_state.active_dataloader) is not None:
+            trained.add(loader)
+        backward(self, *args, **kwargs)
+
+    owner.prepare_data_loader = prepare_data_loader
+    owner.backward = backward_noted
+
+
+def _evaluates(accelerator: Any) -> bool:
+    """Whether all prepared models are in `eval()`; the Trainer leaves a wrapper as it is."""
+    models = [getattr(each, "module", each) for each in accelerator._models]
+    return bool(models) and not any(each.training for each in models)
+
+
 @dataclass(frozen=True, slots=True)
 class _LastBatch:
     """The last batch of a loader whose end is filled with samples from its beginning.
@@ -196,8 +249,7 @@ class _LastBatch:
         if not state.end_of_dataloader or state.remainder <= 0:
             return None
         loader = state.active_dataloader
-        samplers = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
-        shard = next((each for each in samplers if hasattr(each, "process_index")), None)
+        shard = _shard_of(loader)
         if shard is None:
             return None
         rows = loader.total_batch_size // shard.num_processes

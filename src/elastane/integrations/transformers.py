@@ -1,7 +1,7 @@
 """The Hugging Face Trainer under `elastane run --in-place`.
 
-Its rank and world size are Accelerate's. Its own gathers and its checkpoints are made by one
-membership.
+Its rank and world size are Accelerate's. Its own gathers, evaluations and checkpoints are made by
+one membership.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def adopt(name: str, world: VisibleWorld) -> None:
     # The module has imported the name. If rank 0 is lost as it writes, another worker writes again.
     trainer.distributed_broadcast_scalars = helpers.distributed_broadcast_scalars
     world.make_whole(trainer.Trainer, "_save_checkpoint", waits=True)
+    # Programs compare the predictions with the dataset: those of question answering fail otherwise.
+    world.make_whole(trainer.Trainer, "evaluation_loop")
     log_by_each_rank_0(trainer.Trainer)
     let_one_go_first(trainer.TrainingArguments, world)
     end_at_last_step(trainer.Trainer)

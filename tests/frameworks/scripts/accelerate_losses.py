@@ -4,6 +4,7 @@ Usage: accelerate_losses.py FOLDER, with four workers, of which the one that beg
 is left. It writes what it has to said.json: the samples that it has evaluated, and numbers.
 """
 
+import functools
 import json
 import os
 import signal
@@ -73,6 +74,33 @@ def save_alone(accelerator):
     project.iteration, project.automatic_checkpoint_naming = number, True
 
 
+def train_batches(accelerator, net, optimizer, batches):
+    """Train on this number of batches."""
+    for _ in range(batches):
+        with accelerator.accumulate(net):
+            accelerator.backward(net(torch.ones(4, 1)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train_in_eval(accelerator, net, loader):
+    """Pass over a loader of training with a model in eval(); return its number of steps."""
+    net.eval()
+    for _ in loader:
+        accelerator.backward(net(torch.ones(4, 1)).square().mean())
+    net.zero_grad()
+    net.train()
+    return len(loader)
+
+
+def evaluate_in_eval(accelerator, net, loader):
+    """Return the samples that are gathered with a model in eval(), and the number of batches."""
+    net.eval()
+    batches = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    net.train()
+    return [sample for batch in batches for sample in batch], len(batches)
+
+
 def main():
     """Lose worker 1 in an evaluation, 2 in a save and, after a load, 0 in a mean."""
     torch.set_num_threads(1)
@@ -84,15 +112,10 @@ def main():
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
     data = torch.utils.data.DataLoader(torch.arange(SAMPLES), batch_size=2)
-    net, optimizer, data = accelerator.prepare(net, optimizer, data)
+    trained = torch.utils.data.DataLoader(torch.arange(SAMPLES), batch_size=2)
+    net, optimizer, data, trained = accelerator.prepare(net, optimizer, data, trained)
+    train = functools.partial(train_batches, accelerator, net, optimizer)
     said = {"evaluated": [], "objects": []}
-
-    def train(batches):
-        for _ in range(batches):
-            with accelerator.accumulate(net):
-                accelerator.backward(net(torch.ones(4, 1)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
 
     def evaluate(loses=None):
         tensors, objects = [], []
@@ -105,11 +128,14 @@ def main():
         said["objects"].append(sorted(map(int, objects)))
 
     train(3)
+    train_in_eval(accelerator, net, trained)
     accelerator.save_state()
     save_alone(accelerator)
     evaluate()
     evaluate(loses=1)
     evaluate()
+    said["in eval"], said["rounds"] = evaluate_in_eval(accelerator, net, data)
+    said["rounds of training"] = train_in_eval(accelerator, net, trained)
     hook = accelerator.register_save_state_pre_hook(lambda *_: die(2))
     # Worker 2 dies once all have seen that this folder is not there, and the first has made it.
     accelerator.save_state()
