@@ -33,6 +33,8 @@ _UNKNOWN_TRACKERS = (
     " call it on all workers continue to log"
 )
 _STATES = ("PartialState", "AcceleratorState")
+# Accelerate's function, and the one that takes its place after a loss, gather no count of a script.
+_GATHERS_OF_METRICS = ("gather_for_metrics", "among_those_left")
 
 
 def adopt(name: str, world: VisibleWorld) -> None:
@@ -110,7 +112,7 @@ def _notice_counts(owner: Any, world: VisibleWorld) -> None:
 
     @functools.wraps(gather)
     def gather_counts(self: Any, tensor: Any) -> Any:
-        is_metric = sys._getframe(1).f_code.co_name == "gather_for_metrics"
+        is_metric = sys._getframe(1).f_code.co_name in _GATHERS_OF_METRICS
         if is_metric or not dist.is_initialized():
             return gather(self, tensor)
         return world.gathered(lambda: gather(self, tensor), tensor)
