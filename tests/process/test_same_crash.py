@@ -5,7 +5,6 @@ import signal
 
 import pytest
 from supervise import words_agent, write_script
-from warm_start import TEARDOWN_VARIABLE
 
 # The script fails at one step of the job, or after five steps of each attempt. Each update depends
 # on all earlier ones, so a step that is lost or made twice changes the final weights.
@@ -72,8 +71,7 @@ def job(folder, fails, *options, how="error"):
         fails,
         how,
     )
-    # An error is to end a worker before the teardown.
-    with words_agent(folder, *words, **{TEARDOWN_VARIABLE: "1"}) as agent:
+    with words_agent(folder, *words) as agent:
         code = agent.wait(120)
         return code, agent.out, json.loads((folder / "report.json").read_text())
 

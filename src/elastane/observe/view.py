@@ -427,9 +427,9 @@ def _with_point(view: JobView, point: StepPoint) -> JobView:
     if len(points) == STEP_POINTS_MAX:
         half = STEP_POINTS_MAX // 2
         points = Recent(STEP_POINTS_MAX, [*_merged(points[:half]), *points[half:]])
-    # The coordinator hears of the steps later than a script's own progress, where that is read.
-    is_told = point.steps is None or view.total_steps
-    step = view.step if is_told else point.steps
+    # Where the script's own progress is read, the coordinator's count of steps is older.
+    has_own_progress = view.total_steps > 0
+    step = view.step if point.steps is None or has_own_progress else point.steps
     return msgspec.structs.replace(view, step=step, steps=points.after(point))
 
 

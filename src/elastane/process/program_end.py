@@ -98,6 +98,11 @@ def leave(code: int) -> NoReturn:
     """End this process in the order that the module docstring states; a negative code: a signal."""
     _attempt(getattr(threading, "_shutdown"))  # noqa: B009 - typeshed lacks it
     _attempt(atexit._run_exitfuncs)
+    flush_and_end(code)
+
+
+def flush_and_end(code: int) -> NoReturn:
+    """Flush the standard streams and end this process; a negative code: by that signal."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed and not _attempt(stream.flush):
             code = code or _UNFLUSHED

@@ -247,7 +247,7 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
 
 
 class AwaitedWorker(msgspec.Struct, frozen=True, tag="awaited", kw_only=True):
-    """A worker of `fence` for which the others wait, as its own agent found; `sentence` has why."""
+    """A worker of `fence` that the others wait for, as its own agent found; `sentence` says why."""
 
     fence: Fence
     sentence: Text

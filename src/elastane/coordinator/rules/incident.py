@@ -403,7 +403,7 @@ class Standstill:
         self.awaited, self.awaited_s = sentence, now_s
 
     def move(self, moved_s: float) -> None:
-        """Record when a worker made the last step: a later one ends the wait."""
+        """Record the time of the newest step; one after the agent's report ends the wait."""
         if moved_s > self.awaited_s:
             self.awaited = ""
 
